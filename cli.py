@@ -1,15 +1,15 @@
 """The command line: ``hoverlens VERB``.
 
-Verbs stay thin: they check what can be checked cheaply, call the package that does the work, and print. Heavy
-libraries are imported inside the verbs, so that ``--help`` and usage errors need none of them.
+Verbs stay thin: they check what can be checked cheaply, call the package that does the work, and
+print. Heavy libraries are imported inside the verbs, so that ``--help`` and usage errors need none.
 
-Exit status: 0 done, 1 the work failed or a gate was missed, 2 bad usage or bad input, 130 interrupted.
+Exit status: 0 done, 1 the work failed or a gate was missed, 2 bad usage or input, 130 interrupted
+by Ctrl-C.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -38,7 +38,10 @@ VERBOSE = "hoverlens.verbose"
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text in which control characters are escaped: a file name or a model's output must not steer a terminal."""
+    """Text with its control characters escaped.
+
+    A file name or a model's output must not steer a terminal.
+    """
     return "".join(
         ch
         if ch in keep or unicodedata.category(ch) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -81,7 +84,7 @@ class Root(Verbs):
             sys.stdout.flush()
             sys.exit(status if isinstance(status, int) else 0)
         except BrokenPipeError:
-            # The reader has left (``| head``). The interpreter flushes once more at exit: give it a sink.
+            # The reader has left (``| head``). Python flushes once more at exit: give it a sink.
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
@@ -98,7 +101,10 @@ class Root(Verbs):
             fail(f"hoverlens: {error_line(str(e))}", e.exit_status)
         except MemoryError:
             debug_traceback()
-            fail("hoverlens: out of memory; use a smaller bundle or image, or close other programs", 1)
+            fail(
+                "hoverlens: out of memory; use a smaller bundle or image, or close other programs",
+                1,
+            )
         except Exception as e:
             debug_traceback()
             fail(
@@ -141,7 +147,9 @@ def verbosity_options(function: F) -> F:
         set_verbosity(ctx.meta.get("hoverlens.verbose", 0), ctx.meta.get("hoverlens.quiet", False))
 
     for option in (
-        click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=take, help="Errors only."),
+        click.option(
+            "-q", "--quiet", is_flag=True, expose_value=False, callback=take, help="Errors only."
+        ),
         click.option(
             "-v",
             "--verbose",
@@ -155,7 +163,9 @@ def verbosity_options(function: F) -> F:
     return function
 
 
-json_flag = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, alone on stdout.")
+json_flag = click.option(
+    "--json", "as_json", is_flag=True, help="Print the result as JSON, alone on stdout."
+)
 
 
 def example(text: str) -> str:
@@ -181,7 +191,7 @@ def stdout_for_results_only() -> Iterator[None]:
 
 
 def progress(total: int | None, what: str) -> Callable[[int], None] | None:
-    """A callback that advances a bar on a terminal's standard error, or None where nobody watches."""
+    """A callback that advances a bar on standard error, or None where nobody watches."""
     if _verbosity < 0 or not sys.stderr.isatty():
         return None
     from tqdm import tqdm
@@ -209,12 +219,18 @@ def show_version(ctx: click.Context, param: click.Parameter, value: bool) -> Non
     epilog=example("hoverlens ask photo.jpg 'Is the road free?' --option yes --option no"),
 )
 @click.option(
-    "--version", is_flag=True, expose_value=False, is_eager=True, callback=show_version, help="Show the version."
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=show_version,
+    help="Show the version.",
 )
 def cli() -> None:
     """Answers questions about what a drone sees, on the drone.
 
-    Exit status: 0 done, 1 the work failed or a gate was missed, 2 bad usage or bad input, 130 interrupted.
+    Exit status: 0 done, 1 the work failed or a gate was missed, 2 bad usage or bad input, 130
+    interrupted.
     """
 
 
@@ -222,24 +238,41 @@ def cli() -> None:
 
 
 @cli.command(
-    epilog=example("hoverlens ask photo.jpg 'How many cars?' --option 0 --option 1 --option 2 --json")
+    epilog=example(
+        "hoverlens ask photo.jpg 'How many cars?' --option 0 --option 1 --option 2 --json"
+    )
 )
 @click.argument("image")
 @click.argument("question")
-@click.option("--option", "options", multiple=True, metavar="TEXT", help="A candidate answer; repeat for each.")
+@click.option(
+    "--option",
+    "options",
+    multiple=True,
+    metavar="TEXT",
+    help="A candidate answer; repeat for each.",
+)
 @click.option(
     "--kind",
     type=click.Choice(["option", "options", "box", "text"]),
     help="What is asked for. Default: option with options, text without.",
 )
-@click.option("--bundle", metavar="DIR", help="Models to use. Default: $HOVERLENS_BUNDLE, else a shipped one.")
+@click.option(
+    "--bundle", metavar="DIR", help="Models to use. Default: $HOVERLENS_BUNDLE, else a shipped one."
+)
 @click.option("--mode", metavar="MODE", help="How to reason: direct, react or uavmas.")
 @click.option("--profile", default="onboard", show_default=True, help="Settings of the reasoner.")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed.")
-@click.option("--deadline", "deadline_s", type=float, metavar="S", help="Answer within this many seconds.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed."
+)
+@click.option(
+    "--deadline", "deadline_s", type=float, metavar="S", help="Answer within this many seconds."
+)
 @click.option("--trace", "trace_path", metavar="FILE", help="Write every step as JSON lines.")
 @click.option(
-    "--overlay", "overlay_path", metavar="FILE", help="Write the photo with boxes, depth and the answer."
+    "--overlay",
+    "overlay_path",
+    metavar="FILE",
+    help="Write the photo with boxes, depth and the answer.",
 )
 @json_flag
 @verbosity_options
@@ -259,8 +292,8 @@ def ask(
 ) -> None:
     """Answer QUESTION about IMAGE.
 
-    IMAGE is an image file, a video file, an RTSP or UDP URL or /dev/videoN (the newest frame is taken), or - for
-    an encoded image on standard input.
+    IMAGE is an image file, a video file, an RTSP or UDP URL or /dev/videoN (the newest frame is
+    taken), or - for an encoded image on standard input.
     """
     from .runtime.question import Question
 
@@ -290,7 +323,11 @@ def check_outputs(image: str, trace_path: str | None, overlay_path: str | None) 
     """Checks the files that ``ask`` will write."""
     from .runtime.files import check_writable
 
-    outputs = [(p, w) for p, w in ((trace_path, "the trace"), (overlay_path, "the overlay")) if p is not None]
+    outputs = [
+        (p, w)
+        for p, w in ((trace_path, "the trace"), (overlay_path, "the overlay"))
+        if p is not None
+    ]
     for path, what in outputs:
         check_writable(path, what)
         if os.path.exists(path) and os.path.exists(image) and os.path.samefile(path, image):
@@ -298,7 +335,9 @@ def check_outputs(image: str, trace_path: str | None, overlay_path: str | None) 
     if len(outputs) == 2 and os.path.realpath(outputs[0][0]) == os.path.realpath(outputs[1][0]):
         raise BadInput(f"trace and overlay are both {trace_path}; name two files")
     if overlay_path is not None and Path(overlay_path).suffix.lower() not in OVERLAY_SUFFIXES:
-        raise BadInput(f"the overlay {overlay_path} is no image file; end it in {', '.join(OVERLAY_SUFFIXES)}")
+        raise BadInput(
+            f"the overlay {overlay_path} is no image file; end it in {', '.join(OVERLAY_SUFFIXES)}"
+        )
 
 
 def read_frame(image: str) -> Frame:
@@ -308,7 +347,9 @@ def read_frame(image: str) -> Frame:
     if image == "-":
         data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
         if len(data) > MAX_STDIN_BYTES:
-            raise BadInput(f"standard input holds more than {MAX_STDIN_BYTES >> 20} MB; send one image")
+            raise BadInput(
+                f"standard input holds more than {MAX_STDIN_BYTES >> 20} MB; send one image"
+            )
         return Frame.from_bytes(data, name="standard input")
     from .runtime.video import VideoSource, is_video_source
 
@@ -348,22 +389,30 @@ def _answer(
         if overlay_path is not None:
             from .runtime.overlay import draw, save
 
-            drawn = draw(frame, answer=answer, detections=runtime.detect(frame), depth=runtime.depth(frame))
+            drawn = draw(
+                frame, answer=answer, detections=runtime.detect(frame), depth=runtime.depth(frame)
+            )
             save(overlay_path, drawn)
     return answer
 
 
 def answer_text(answer: Answer) -> str:
     """The answer for people: what, how sure, how it ended, where the time went."""
-    confidence = "no confidence (free text)" if answer.confidence is None else f"confidence {answer.confidence:.2f}"
+    confidence = (
+        "no confidence (free text)"
+        if answer.confidence is None
+        else f"confidence {answer.confidence:.2f}"
+    )
     stages = ", ".join(f"{name} {s:.2f}" for name, s in answer.stages_s.items() if s >= 0.005)
     stats = answer.stats
     return "\n".join(
         [
             printable(answer.answer, keep="\n\t"),
-            f"{confidence}; exit {answer.exit}; mode {answer.mode}; bundle {answer.bundle.get('name')}",
-            f"{stats.wall_s:.2f} s ({stages or 'all stages under 0.01'}); {stats.mllm_calls} MLLM calls, "
-            f"{stats.prefill_tokens} prompt tokens, {stats.reused_tokens} reused",
+            f"{confidence}; exit {answer.exit}; mode {answer.mode}; "
+            f"bundle {answer.bundle.get('name')}",
+            f"{stats.wall_s:.2f} s ({stages or 'all stages under 0.01'}); "
+            f"{stats.mllm_calls} MLLM calls, {stats.prefill_tokens} prompt tokens, "
+            f"{stats.reused_tokens} reused",
         ]
     )
 
@@ -373,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # A terminated run cleans up its temporary files like an interrupted one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for stream in (sys.stdout, sys.stderr):
-        # A file name need not be valid in the terminal's encoding; in JSON the replacement is a valid escape.
+        # A file name need not fit the terminal's encoding; in JSON the replacement is an escape.
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     cli.main(argv)

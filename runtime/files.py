@@ -29,7 +29,9 @@ def check_writable(path: str | os.PathLike[str], what: str) -> Path:
     if not folder.is_dir():
         raise BadInput(f"cannot write {what} {target}: no folder {folder}; make it first")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise BadInput(f"cannot write {what} {target}: folder {folder} is not writable; choose another")
+        raise BadInput(
+            f"cannot write {what} {target}: folder {folder} is not writable; choose another"
+        )
     return target
 
 
@@ -41,7 +43,9 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """
     target = Path(path)
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+        handle, temporary = tempfile.mkstemp(
+            prefix=f".{target.name}.", suffix=".part", dir=target.parent
+        )
     except OSError as e:
         raise BadInput(f"cannot write {target}: {e.strerror}; choose another folder") from None
     try:
