@@ -66,8 +66,11 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
-    """:func:`atomic_write_bytes` of UTF-8 text."""
-    atomic_write_bytes(path, text.encode())
+    """:func:`atomic_write_bytes` of UTF-8 text.
+
+    Half characters, as file names may hold, become escapes; in JSON these stay valid.
+    """
+    atomic_write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
