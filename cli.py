@@ -10,207 +10,43 @@ by Ctrl-C.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import signal
 import sys
-import traceback
-import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from .runtime.errors import BadInput, Cancelled, HoverlensError
+from .console import (
+    Root,
+    Verbs,
+    check_json_path,
+    error_line,
+    example,
+    is_quiet,
+    json_file,
+    json_flag,
+    printable,
+    progress,
+    show,
+    show_measured,
+    show_version,
+    stdout_for_results_only,
+    verbosity_options,
+)
+from .runtime.errors import BadInput
 
 if TYPE_CHECKING:
     from .runtime.answer import Answer
     from .runtime.frame import Frame
+    from .runtime.question import Question
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-MAX_ERROR_CHARS = 600
 MAX_STDIN_BYTES = 256 * 2**20
 OVERLAY_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-VERBOSE = "hoverlens.verbose"
-
-
-def printable(text: str, keep: str = "") -> str:
-    """Text with its control characters escaped.
-
-    A file name or a model's output must not steer a terminal.
-    """
-    return "".join(
-        ch
-        if ch in keep or unicodedata.category(ch) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
-        else ch.encode("unicode_escape", "surrogatepass").decode("ascii")
-        for ch in text
-    )
-
-
-def error_line(message: str) -> str:
-    """One line of bounded length, whatever the message holds."""
-    line = printable(" ".join(str(message).split()))
-    return line if len(line) <= MAX_ERROR_CHARS else f"{line[: MAX_ERROR_CHARS - 4]} ..."
-
-
-class Verbs(click.Group):
-    """A group whose errors are short, and which names its verbs when none is given."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args and not ctx.resilient_parsing:
-            raise click.UsageError(f"name a verb: {', '.join(self.list_commands(ctx))}", ctx)
-        return super().parse_args(ctx, args)
-
-
-class Root(Verbs):
-    """The program: turns every way of failing into a line on standard error and an exit status."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            # Before click sees it, which would print an empty line.
-            raise Cancelled("interrupted") from None
-
-    def main(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
-    ) -> NoReturn:
-        extra["standalone_mode"] = False
-        try:
-            status = super().main(args, prog_name or "hoverlens", **extra)
-            sys.stdout.flush()
-            sys.exit(status if isinstance(status, int) else 0)
-        except BrokenPipeError:
-            # The reader has left (``| head``). Python flushes once more at exit: give it a sink.
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
-        except click.UsageError as e:
-            path = e.ctx.command_path if e.ctx else "hoverlens"
-            message = error_line(e.format_message()).rstrip(".")
-            fail(f"{path}: {message[:1].lower()}{message[1:]}; see '{path} --help'", 2)
-        except click.ClickException as e:
-            fail(f"hoverlens: {error_line(e.format_message())}", 2)
-        except (click.Abort, Cancelled, KeyboardInterrupt):
-            fail("hoverlens: interrupted", 130)
-        except HoverlensError as e:
-            debug_traceback()
-            fail(f"hoverlens: {error_line(str(e))}", e.exit_status)
-        except MemoryError:
-            debug_traceback()
-            fail(
-                "hoverlens: out of memory; use a smaller bundle or image, or close other programs",
-                1,
-            )
-        except Exception as e:
-            debug_traceback()
-            fail(
-                f"hoverlens: internal error: {type(e).__name__}: {error_line(str(e))}; "
-                "set HOVERLENS_DEBUG=1 for the traceback and report it",
-                1,
-            )
-
-
-_verbosity = 0
-
-
-def debug_traceback() -> None:
-    if _verbosity > 0 or os.environ.get("HOVERLENS_DEBUG", "0") not in ("", "0"):
-        traceback.print_exc()
-
-
-def fail(line: str, status: int) -> NoReturn:
-    click.echo(line, err=True)
-    sys.exit(status)
-
-
-def set_verbosity(verbose: int, quiet: bool) -> None:
-    global _verbosity
-    _verbosity = -1 if quiet else verbose
-    level = {-1: logging.ERROR, 0: logging.WARNING, 1: logging.INFO}.get(_verbosity, logging.DEBUG)
-    logger = logging.getLogger("hoverlens")
-    logger.setLevel(level)
-    logger.propagate = False
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("hoverlens: %(message)s"))
-    logger.handlers[:] = [handler]
-
-
-def verbosity_options(function: F) -> F:
-    """``-v`` and ``-q``; the verb itself receives neither."""
-
-    def take(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        ctx.meta[f"hoverlens.{param.name}"] = value
-        set_verbosity(ctx.meta.get("hoverlens.verbose", 0), ctx.meta.get("hoverlens.quiet", False))
-
-    for option in (
-        click.option(
-            "-q", "--quiet", is_flag=True, expose_value=False, callback=take, help="Errors only."
-        ),
-        click.option(
-            "-v",
-            "--verbose",
-            count=True,
-            expose_value=False,
-            callback=take,
-            help="Say more on standard error (-vv: everything).",
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-json_flag = click.option(
-    "--json", "as_json", is_flag=True, help="Print the result as JSON, alone on stdout."
-)
-
-
-def example(text: str) -> str:
-    """An epilog that click does not re-wrap."""
-    return f"\b\nExample:\n  {text}"
-
-
-@contextlib.contextmanager
-def stdout_for_results_only() -> Iterator[None]:
-    """Sends what libraries print, from Python or from C, to standard error."""
-    sys.stdout.flush()
-    saved = -1
-    with contextlib.suppress(OSError):
-        saved = os.dup(1)
-        os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        if saved >= 0:
-            os.dup2(saved, 1)
-            os.close(saved)
-
-
-def progress(total: int | None, what: str) -> Callable[[int], None] | None:
-    """A callback that advances a bar on standard error, or None where nobody watches."""
-    if _verbosity < 0 or not sys.stderr.isatty():
-        return None
-    from tqdm import tqdm
-
-    bar = tqdm(total=total, desc=what, leave=False)
-    return lambda n=1: bar.update(n) and None
-
-
-def show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if not value or ctx.resilient_parsing:
-        return
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        found = version("hoverlens")
-    except PackageNotFoundError:
-        found = "(not installed)"
-    click.echo(f"hoverlens {found}")
-    ctx.exit()
 
 
 @click.group(
@@ -234,14 +70,7 @@ def cli() -> None:
     """
 
 
-# ask
-
-
-@cli.command(
-    epilog=example(
-        "hoverlens ask photo.jpg 'How many cars?' --option 0 --option 1 --option 2 --json"
-    )
-)
+@cli.command(epilog=example("hoverlens ask photo.jpg 'How many cars?' --option 0 --option 1 --option 2 --json"))
 @click.argument("image")
 @click.argument("question")
 @click.option(
@@ -256,17 +85,11 @@ def cli() -> None:
     type=click.Choice(["option", "options", "box", "text"]),
     help="What is asked for. Default: option with options, text without.",
 )
-@click.option(
-    "--bundle", metavar="DIR", help="Models to use. Default: $HOVERLENS_BUNDLE, else a shipped one."
-)
+@click.option("--bundle", metavar="DIR", help="Models to use. Default: $HOVERLENS_BUNDLE, else a shipped one.")
 @click.option("--mode", metavar="MODE", help="How to reason: direct, react or uavmas.")
 @click.option("--profile", default="onboard", show_default=True, help="Settings of the reasoner.")
-@click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed."
-)
-@click.option(
-    "--deadline", "deadline_s", type=float, metavar="S", help="Answer within this many seconds."
-)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed.")
+@click.option("--deadline", "deadline_s", type=float, metavar="S", help="Answer within this many seconds.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write every step as JSON lines.")
 @click.option(
     "--overlay",
@@ -308,14 +131,12 @@ def ask(
         raise BadInput(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
     with stdout_for_results_only():
         frame = read_frame(image)
-        answer = _answer(
-            frame, asked, bundle, profile, mode, deadline_s, seed, trace_path, overlay_path
-        )
+        answer = _answer(frame, asked, bundle, profile, mode, deadline_s, seed, trace_path, overlay_path)
     if as_json:
         click.echo(answer.to_json(indent=2))
     else:
         click.echo(answer_text(answer))
-    for warning in answer.warnings if _verbosity >= 0 else ():
+    for warning in () if is_quiet() else answer.warnings:
         click.echo(f"warning: {error_line(warning)}", err=True)
 
 
@@ -323,11 +144,7 @@ def check_outputs(image: str, trace_path: str | None, overlay_path: str | None) 
     """Checks the files that ``ask`` will write."""
     from .runtime.files import check_writable
 
-    outputs = [
-        (p, w)
-        for p, w in ((trace_path, "the trace"), (overlay_path, "the overlay"))
-        if p is not None
-    ]
+    outputs = [(p, w) for p, w in ((trace_path, "the trace"), (overlay_path, "the overlay")) if p is not None]
     for path, what in outputs:
         check_writable(path, what)
         if os.path.exists(path) and os.path.exists(image) and os.path.samefile(path, image):
@@ -335,9 +152,7 @@ def check_outputs(image: str, trace_path: str | None, overlay_path: str | None) 
     if len(outputs) == 2 and os.path.realpath(outputs[0][0]) == os.path.realpath(outputs[1][0]):
         raise BadInput(f"trace and overlay are both {trace_path}; name two files")
     if overlay_path is not None and Path(overlay_path).suffix.lower() not in OVERLAY_SUFFIXES:
-        raise BadInput(
-            f"the overlay {overlay_path} is no image file; end it in {', '.join(OVERLAY_SUFFIXES)}"
-        )
+        raise BadInput(f"the overlay {overlay_path} is no image file; end it in {', '.join(OVERLAY_SUFFIXES)}")
 
 
 def read_frame(image: str) -> Frame:
@@ -347,9 +162,7 @@ def read_frame(image: str) -> Frame:
     if image == "-":
         data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
         if len(data) > MAX_STDIN_BYTES:
-            raise BadInput(
-                f"standard input holds more than {MAX_STDIN_BYTES >> 20} MB; send one image"
-            )
+            raise BadInput(f"standard input holds more than {MAX_STDIN_BYTES >> 20} MB; send one image")
         return Frame.from_bytes(data, name="standard input")
     from .runtime.video import VideoSource, is_video_source
 
@@ -361,7 +174,7 @@ def read_frame(image: str) -> Frame:
 
 def _answer(
     frame: Frame,
-    asked: Any,
+    asked: Question,
     bundle: str | None,
     profile: str,
     mode: str,
@@ -389,27 +202,20 @@ def _answer(
         if overlay_path is not None:
             from .runtime.overlay import draw, save
 
-            drawn = draw(
-                frame, answer=answer, detections=runtime.detect(frame), depth=runtime.depth(frame)
-            )
+            drawn = draw(frame, answer=answer, detections=runtime.detect(frame), depth=runtime.depth(frame))
             save(overlay_path, drawn)
     return answer
 
 
 def answer_text(answer: Answer) -> str:
     """The answer for people: what, how sure, how it ended, where the time went."""
-    confidence = (
-        "no confidence (free text)"
-        if answer.confidence is None
-        else f"confidence {answer.confidence:.2f}"
-    )
+    confidence = "no confidence (free text)" if answer.confidence is None else f"confidence {answer.confidence:.2f}"
     stages = ", ".join(f"{name} {s:.2f}" for name, s in answer.stages_s.items() if s >= 0.005)
     stats = answer.stats
     return "\n".join(
         [
             printable(answer.answer, keep="\n\t"),
-            f"{confidence}; exit {answer.exit}; mode {answer.mode}; "
-            f"bundle {answer.bundle.get('name')}",
+            f"{confidence}; exit {answer.exit}; mode {answer.mode}; bundle {answer.bundle.get('name')}",
             f"{stats.wall_s:.2f} s ({stages or 'all stages under 0.01'}); "
             f"{stats.mllm_calls} MLLM calls, {stats.prefill_tokens} prompt tokens, "
             f"{stats.reused_tokens} reused",
@@ -417,10 +223,195 @@ def answer_text(answer: Answer) -> str:
     )
 
 
+@cli.group(
+    cls=Verbs,
+    epilog=example("hoverlens bundle info models/board"),
+)
+def bundle() -> None:
+    """Make, show and check model bundles.
+
+    A bundle is the folder that a device runs from: models and a manifest.
+    """
+
+
+@bundle.command(
+    epilog=example(
+        "hoverlens bundle assemble --detector yolox.onnx --depth depth.onnx "
+        "\\\n    --mllm qwen.gguf --mmproj mmproj.gguf -o models/board"
+    )
+)
+@click.option("--detector", required=True, metavar="FILE", help="Detector, ONNX.")
+@click.option("--labels", metavar="FILE", help="Class names, one a line. Default: the model's own.")
+@click.option("--depth", required=True, metavar="FILE", help="Monocular depth model, ONNX.")
+@click.option("--mllm", required=True, metavar="FILE", help="Text model, GGUF.")
+@click.option("--mmproj", required=True, metavar="FILE", help="Its vision projector, GGUF.")
+@click.option("-o", "--output", required=True, metavar="DIR", help="Folder to make.")
+@json_flag
+@verbosity_options
+def assemble(
+    detector: str,
+    labels: str | None,
+    depth: str,
+    mllm: str,
+    mmproj: str,
+    output: str,
+    as_json: bool,
+) -> None:
+    """Make a bundle of model files."""
+    from .export.assemble import assemble, bundle_info
+
+    with stdout_for_results_only():
+        made = assemble(detector=detector, labels=labels, depth=depth, mllm=mllm, mmproj=mmproj, output=output)
+        info = bundle_info(made)
+    show(info, as_json)
+
+
+@bundle.command("info", epilog=example("hoverlens bundle info models/board --json"))
+@click.argument("folder", metavar="DIR")
+@json_flag
+@verbosity_options
+def bundle_info_verb(folder: str, as_json: bool) -> None:
+    """Show what a bundle holds."""
+    from .export.assemble import bundle_info
+    from .runtime.bundle import Bundle
+
+    show(bundle_info(Bundle.open(folder, verify=False)), as_json)
+
+
+@bundle.command("verify", epilog=example("hoverlens bundle verify models/board"))
+@click.argument("folder", metavar="DIR")
+@json_flag
+@verbosity_options
+def bundle_verify(folder: str, as_json: bool) -> None:
+    """Check a bundle, byte for byte.
+
+    Every file is compared with the manifest, and the models with each other.
+    """
+    from .export.assemble import verify_bundle
+
+    with stdout_for_results_only():
+        problems = verify_bundle(folder)
+    if as_json:
+        show({"ok": not problems, "problems": problems}, True)
+    elif not problems:
+        click.echo(f"{printable(folder)}: ok")
+    if problems:
+        more = f" (and {len(problems) - 1} more: --json)" if len(problems) > 1 else ""
+        raise BadInput(f"{problems[0]}{more}")
+
+
+@cli.command(epilog=example("hoverlens inspect yolox.onnx"))
+@click.argument("file")
+@json_flag
+@verbosity_options
+def inspect(file: str, as_json: bool) -> None:
+    """Say what FILE is.
+
+    Pictures, videos, ONNX and GGUF models, bundles, traces and answers are recognised.
+    """
+    from .runtime.inspect_file import inspect_file
+
+    with stdout_for_results_only():
+        found = inspect_file(file)
+    show(found, as_json)
+
+
+@cli.command(epilog=example("hoverlens doctor --json > doctor.json"))
+@click.option("--bundle", metavar="DIR", help="Bundle to verify. Default: the one that ask takes.")
+@json_flag
+@verbosity_options
+def doctor(bundle: str | None, as_json: bool) -> None:
+    """Check this machine and say how to cure it.
+
+    Looks at Python, board, accelerators, libraries, memory, caches and bundle.
+
+    Exit status 1 if anything is bad.
+    """
+    from .runtime.doctor import report, report_text, run_doctor
+
+    with stdout_for_results_only():
+        checks = run_doctor(bundle=bundle)
+    found = report(checks)
+    if as_json:
+        show(found, True)
+    else:
+        click.echo(printable(report_text(checks), keep="\n"))
+    if found["status"] == "bad":
+        sys.exit(1)
+
+
+@cli.group(cls=Verbs, epilog=example("hoverlens bench detector yolox.onnx photos/auair --json -"))
+def bench() -> None:
+    """Measure accuracy and time."""
+
+
+limit_option = click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N pictures.")
+
+
+@bench.command("detector", epilog=example("hoverlens bench detector yolox.onnx photos/auair --json -"))
+@click.argument("model")
+@click.argument("dataset")
+@click.option("--sliced", is_flag=True, help="Also look at tiles of each picture.")
+@click.option("--labels", metavar="FILE", help="Class names. Default: the model's own.")
+@click.option("--family", metavar="NAME", help="How to read the outputs. Default: found by itself.")
+@limit_option
+@json_file
+@verbosity_options
+def bench_detector_verb(
+    model: str,
+    dataset: str,
+    sliced: bool,
+    labels: str | None,
+    family: str | None,
+    limit: int | None,
+    json_path: str | None,
+) -> None:
+    """Measure a detector MODEL on a DATASET folder.
+
+    Average precision, recall, precision and time a picture.
+    """
+    from .benchmarks.detector import bench_detector
+
+    check_json_path(json_path)
+    with stdout_for_results_only():
+        result = bench_detector(
+            model,
+            dataset,
+            sliced=sliced,
+            labels=labels,
+            family=family,
+            limit=limit,
+            progress=progress("pictures"),
+        )
+    show_measured(result, json_path)
+
+
+@bench.command("depth", epilog=example("hoverlens bench depth depth.onnx photos/brighton --json -"))
+@click.argument("model")
+@click.argument("dataset")
+@limit_option
+@json_file
+@verbosity_options
+def bench_depth_verb(model: str, dataset: str, limit: int | None, json_path: str | None) -> None:
+    """Measure a depth MODEL on a DATASET folder.
+
+    Relative error, near/far order and time a picture.
+    """
+    from .benchmarks.depth import bench_depth
+
+    check_json_path(json_path)
+    with stdout_for_results_only():
+        result = bench_depth(model, dataset, limit=limit, progress=progress("pictures"))
+    show_measured(result, json_path)
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The console script."""
     # A terminated run cleans up its temporary files like an interrupted one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if not sys.warnoptions:
+        # Written for the developers of libraries, and more lines than an error may have.
+        warnings.simplefilter("ignore")
     for stream in (sys.stdout, sys.stderr):
         # A file name need not fit the terminal's encoding; in JSON the replacement is an escape.
         with contextlib.suppress(AttributeError, ValueError):

@@ -323,19 +323,26 @@ def _model_use(file: Path) -> dict[str, Any]:
     from .perception.detector import Detector
 
     try:
-        detector = Detector.open(file)
-    except HoverlensError as not_detector:
-        try:
-            depth = DepthModel.open(file)
-        except HoverlensError as not_depth:
-            return {"use": None, "not_a_detector": str(not_detector), "no_depth": str(not_depth)}
-        return {"use": "depth", **_described(depth)}
-    return {"use": "detector", **_described(detector)}
-
-
-def _described(model: Any) -> dict[str, Any]:
-    described: dict[str, Any] = model.describe()
-    return described
+        with Detector.open(file) as detector:
+            return {
+                "use": "detector",
+                "family": detector.family.name,
+                "classes": detector.family.classes,
+                "labels": list(detector.names),
+                "labels_from": "model" if detector.named else "default",
+                "preprocessing": detector.preprocessing.to_dict(),
+            }
+    except HoverlensError as e:
+        no_detector = str(e)
+    try:
+        with DepthModel.open(file) as depth:
+            return {
+                "use": "depth",
+                "depth": depth.kind,
+                "preprocessing": depth.preprocessing.to_dict(),
+            }
+    except HoverlensError as e:
+        return {"use": None, "no_detector": no_detector, "no_depth": str(e)}
 
 
 def _bundle(folder: Path) -> dict[str, Any]:
