@@ -1,0 +1,115 @@
+"""Chat templates: where our text goes between a model's own control tokens.
+
+The Jinja template of the model file is rendered once with markers in place of the contents. What stands
+around the markers is trusted template text; contents are put between as plain text, so nothing in a
+question can act as a control token. Prompts of one question share everything up to the end of the user
+turn, which is why the layout is cut into three pieces.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import BadInput
+from .base import Part, Text
+
+CHATML = (
+    "{%- for message in messages -%}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+)
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """The trusted text around a system message, one user turn and the beginning of the answer.
+
+    Attributes:
+        before_system: Up to the system text.
+        before_user: From the end of the system text to the user's content.
+        after_user: From the end of the user's content to where the answer begins.
+        merged: The template knows no system role: the system text stands at the head of the user turn.
+    """
+
+    before_system: str
+    before_user: str
+    after_user: str
+    merged: bool = False
+
+    @classmethod
+    def from_template(cls, template: str | None, bos: str = "", eos: str = "") -> ChatFormat:
+        """Cuts a Jinja chat template; None means ChatML.
+
+        Raises:
+            BadInput: The template does not render, or drops or repeats a message's content.
+        """
+        source = template or CHATML
+        tag = secrets.token_hex(8)
+        system, user = f"SYSTEM{tag}", f"USER{tag}"
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        merged = False
+        try:
+            text = _render(source, messages, bos, eos)
+        except _TemplateRefusal:
+            # Some templates (Gemma, older Mistral) raise on a system role.
+            merged = True
+            messages = [{"role": "user", "content": system + "\n\n" + user}]
+            try:
+                text = _render(source, messages, bos, eos)
+            except _TemplateRefusal as e:
+                raise BadInput(f"the model's chat template refuses a plain user message ({e})") from None
+        if text.count(system) != 1 or text.count(user) != 1 or text.index(system) > text.index(user):
+            raise BadInput(
+                "the model's chat template does not place system and user text once each, in order; "
+                "export the model with its original template"
+            )
+        before_system, rest = text.split(system)
+        before_user, after_user = rest.split(user)
+        return cls(before_system, before_user, after_user, merged)
+
+    def open(self, system: str, *content: Part) -> list[Part]:
+        """The beginning of a prompt: system text, then an open user turn with ``content``."""
+        return [
+            Text(self.before_system, trusted=True),
+            Text(system),
+            Text(self.before_user, trusted=True),
+            *content,
+        ]
+
+    def close(self, *content: Part) -> tuple[Part, ...]:
+        """The end of a prompt: the last of the user turn, then the place where the answer begins."""
+        return (*content, Text(self.after_user, trusted=True))
+
+
+class _TemplateRefusal(Exception):
+    pass
+
+
+def _render(source: str, messages: list[dict[str, Any]], bos: str, eos: str) -> str:
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise _TemplateRefusal(message)
+
+    # A template comes out of a model file: it may be hostile, so it renders in a sandbox.
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda _format: ""
+    try:
+        template = environment.from_string(source)
+        return template.render(
+            messages=messages,
+            add_generation_prompt=True,
+            bos_token=bos,
+            eos_token=eos,
+            tools=None,
+            enable_thinking=False,
+        )
+    except _TemplateRefusal:
+        raise
+    except (jinja2.TemplateError, TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise BadInput(f"the model's chat template does not render ({type(e).__name__}: {e})") from None
