@@ -50,6 +50,7 @@ OVERLAY_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 @click.group(
+    "hoverlens",
     cls=Root,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=example("hoverlens ask photo.jpg 'Is the road free?' --option yes --option no"),

@@ -1,0 +1,73 @@
+"""Outputs are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hoverlens.runtime.errors import BadInput
+from hoverlens.runtime.files import atomic_write_bytes, check_writable, write_json
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    atomic_write_bytes(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a.bin"]
+
+
+def test_new_files_have_ordinary_permissions(tmp_path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        atomic_write_bytes(tmp_path / "a", b"")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(BadInput, match="No space left"):
+        atomic_write_bytes(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        atomic_write_bytes(tmp_path / "a", b"new")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["", "missing/x", "."])
+def test_places_that_cannot_be_written_are_found_before_the_work(tmp_path: Path, name: str) -> None:
+    path = f"{tmp_path}/{name}" if name else ""
+    with pytest.raises(BadInput, match="cannot write the trace"):
+        check_writable(path, "the trace")
+
+
+def test_json_survives_names_that_are_no_text(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    write_json(tmp_path / "a.json", {"file": name, "word": "café"})
+    text = (tmp_path / "a.json").read_text(encoding="utf-8")
+    assert json.loads(text) == {"file": name, "word": "café"}
+
+
+def test_json_never_holds_nan(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "a.json", {"x": float("nan")})
+    assert os.listdir(tmp_path) == []
