@@ -259,12 +259,12 @@ def assemble(
     as_json: bool,
 ) -> None:
     """Make a bundle of model files."""
-    from .export.assemble import assemble, bundle_info
+    from .export.assemble import assemble
+    from .runtime.bundle import bundle_info, describe_bundle
 
     with stdout_for_results_only():
         made = assemble(detector=detector, labels=labels, depth=depth, mllm=mllm, mmproj=mmproj, output=output)
-        info = bundle_info(made)
-    show(info, as_json)
+    show(bundle_info(made), True) if as_json else click.echo(describe_bundle(made))
 
 
 @bundle.command("info", epilog=example("hoverlens bundle info models/board --json"))
@@ -273,10 +273,10 @@ def assemble(
 @verbosity_options
 def bundle_info_verb(folder: str, as_json: bool) -> None:
     """Show what a bundle holds."""
-    from .export.assemble import bundle_info
-    from .runtime.bundle import Bundle
+    from .runtime.bundle import Bundle, bundle_info, describe_bundle
 
-    show(bundle_info(Bundle.open(folder, verify=False)), as_json)
+    opened = Bundle.open(folder, verify=False)
+    show(bundle_info(opened), True) if as_json else click.echo(describe_bundle(opened))
 
 
 @bundle.command("verify", epilog=example("hoverlens bundle verify models/board"))
@@ -288,10 +288,20 @@ def bundle_verify(folder: str, as_json: bool) -> None:
 
     Every file is compared with the manifest, and the models with each other.
     """
-    from .export.assemble import verify_bundle
+    from .runtime.bundle import Bundle, verify_bundle
+    from .runtime.mllm.files import check_pair
 
+    bar = progress("bytes")
     with stdout_for_results_only():
-        problems = verify_bundle(folder)
+        problems = verify_bundle(folder, bar and (lambda _, done, total: bar(done, total)))
+        if not problems:
+            opened = Bundle.open(folder, verify=False)
+            mllm, mmproj = opened.file("mllm"), opened.file("mmproj")
+            if mllm is not None and mmproj is not None:
+                try:
+                    check_pair(mllm, mmproj)
+                except BadInput as e:
+                    problems = [str(e)]
     if as_json:
         show({"ok": not problems, "problems": problems}, True)
     elif not problems:

@@ -124,9 +124,7 @@ class Host:
     def run(self, command: Sequence[str], timeout_s: float = 10) -> str | None:
         """What a program prints, or None where it is absent or fails."""
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout_s, check=False
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -376,9 +374,7 @@ def memory_bytes(host: Host) -> dict[str, int]:
 def check_memory(host: Host, board: Board) -> Iterable[Check]:
     info = memory_bytes(host)
     if "MemTotal" not in info:
-        yield Check(
-            "memory", "warn", "unknown: no /proc/meminfo", "run on Linux with /proc mounted"
-        )
+        yield Check("memory", "warn", "unknown: no /proc/meminfo", "run on Linux with /proc mounted")
         return
     total, available = info["MemTotal"], info.get("MemAvailable", info.get("MemFree", 0))
     limit = _container_limit(host)
@@ -421,8 +417,7 @@ def find_library(host: Host, name: str) -> str | None:
 
 def check_accelerators(host: Host, board: Board) -> Iterable[Check]:
     libraries = {
-        name: find_library(host, name)
-        for name in ("libcuda", "libcudart", "libcublas", "libcudnn", "libnvinfer")
+        name: find_library(host, name) for name in ("libcuda", "libcudart", "libcublas", "libcudnn", "libnvinfer")
     }
     patterns = (
         "/dev/nvidia[0-9]*",
@@ -521,10 +516,7 @@ def llama_build_command(board: Board | None = None) -> str:
         if board.cuda_architecture:
             flags.append(f"-DCMAKE_CUDA_ARCHITECTURES={board.cuda_architecture}")
     prefix = f'CMAKE_ARGS="{" ".join(flags)}" ' if flags else ""
-    return (
-        f"{prefix}pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python "
-        "llama-cpp-python"
-    )
+    return f"{prefix}pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 
 
 def check_llama(host: Host, board: Board) -> Iterable[Check]:
@@ -542,9 +534,7 @@ def check_llama(host: Host, board: Board) -> Iterable[Check]:
         if re.search(r"=\s*1\s*$", part)
     ]
     kind = "GPU offload" if value["gpu"] else "CPU only"
-    found = (
-        f"llama-cpp-python {value['version']}, {kind}, built with {' '.join(flags) or 'no flags'}"
-    )
+    found = f"llama-cpp-python {value['version']}, {kind}, built with {' '.join(flags) or 'no flags'}"
     if not board.nvidia or value["gpu"]:
         yield Check("llama.cpp", "ok", found, None, value)
         return
@@ -552,9 +542,7 @@ def check_llama(host: Host, board: Board) -> Iterable[Check]:
     if not host.glob("/usr/local/cuda*/bin/nvcc") and host.root == Path("/"):
         nvcc = shutil.which("nvcc")
         if nvcc is None:
-            toolkit = (
-                "sudo apt install nvidia-jetpack" if board.jetson else "install the CUDA toolkit"
-            )
+            toolkit = "sudo apt install nvidia-jetpack" if board.jetson else "install the CUDA toolkit"
             cure = f"{toolkit}, then {cure}"
     # On a board the MLLM on the CPU is too slow to be useful in flight; a desktop may have reasons.
     yield Check("llama.cpp", "bad" if board.jetson else "warn", found, cure, value)
@@ -649,9 +637,7 @@ def check_ros(host: Host, board: Board) -> Iterable[Check]:
         yield Check("ros", "ok", f"{sourced} (sourced)", None, data)
     elif installed:
         cure = f"source /opt/ros/{installed[0]}/setup.bash before the ROS nodes"
-        yield Check(
-            "ros", "ok", f"{', '.join(installed)} installed, none sourced; {cure}", None, data
-        )
+        yield Check("ros", "ok", f"{', '.join(installed)} installed, none sourced; {cure}", None, data)
     else:
         yield Check("ros", "ok", "not installed (only the ROS nodes need it)", None, data)
     text = host.read("/proc/sys/net/core/rmem_max")
@@ -674,13 +660,13 @@ def check_bundle(host: Host, path: str | None) -> Iterable[Check]:
     from .bundle import find_bundle
 
     try:
-        bundle = find_bundle(path)
+        bundle = find_bundle(path, verify=False)
     except HoverlensError as e:
         status: Status = "bad" if path or host.environ.get("HOVERLENS_BUNDLE") else "warn"
         cure = "make venv in a checkout makes a demonstration bundle; or hoverlens bundle assemble"
         yield Check("bundle", status, str(e), cure)
         return
-    size = sum(f.stat().st_size for f in Path(bundle.path).rglob("*") if f.is_file())
+    size = sum(entry.size for entry in bundle.manifest.files.values())
     data: dict[str, Any] = {
         "name": bundle.name,
         "path": str(bundle.path),
@@ -695,7 +681,11 @@ def check_bundle(host: Host, path: str | None) -> Iterable[Check]:
         return
     found = f"{bundle.name} at {bundle.path}, {size / 1e6:.0f} MB, verified"
     available = memory_bytes(host).get("MemAvailable")
-    if available is not None and available < 1.3 * size:
+    if bundle.random_roles:
+        found += f"; the weights of {', '.join(bundle.random_roles)} are random, answers mean nothing"
+        cure = "hoverlens bundle assemble with real models"
+        yield Check("bundle", "warn", found, cure, data)
+    elif available is not None and available < 1.3 * size:
         cure = f"{available / 1e9:.1f} GB of memory are free: take a smaller bundle or free memory"
         yield Check("bundle", "warn", found, cure, data)
     else:
