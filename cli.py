@@ -10,7 +10,7 @@ by Ctrl-C.
 from __future__ import annotations
 
 import contextlib
-import math
+import logging
 import os
 import signal
 import sys
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from .runtime.answer import Answer
     from .runtime.frame import Frame
     from .runtime.question import Question
+
+log = logging.getLogger("hoverlens.cli")
 
 MAX_STDIN_BYTES = 256 * 2**20
 OVERLAY_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -119,17 +121,16 @@ def ask(
     IMAGE is an image file, a video file, an RTSP or UDP URL or /dev/videoN (the newest frame is
     taken), or - for an encoded image on standard input.
     """
+    from .runtime.pipeline import DEFAULT_MODE, check_deadline, check_mode
+    from .runtime.profiles import profile_named
     from .runtime.question import Question
 
     asked = Question.make(question, options or None, kind)
-    if deadline_s is not None and not (math.isfinite(deadline_s) and deadline_s > 0):
-        raise BadInput(f"the deadline is {deadline_s:g} s; a positive number of seconds is needed")
     check_outputs(image, trace_path, overlay_path)
-    from .runtime.pipeline import DEFAULT_MODE, MODES
-
-    mode = mode or DEFAULT_MODE
-    if mode not in MODES:
-        raise BadInput(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
+    mode = DEFAULT_MODE if mode is None else mode
+    check_mode(mode)
+    check_deadline(deadline_s)
+    profile_named(profile)
     with stdout_for_results_only():
         frame = read_frame(image)
         answer = _answer(frame, asked, bundle, profile, mode, deadline_s, seed, trace_path, overlay_path)
@@ -198,6 +199,7 @@ def _answer(
                 mode=mode,
                 deadline_s=deadline_s,
                 seed=seed,
+                on_step=lambda step: log.info("%s", " ".join(map(str, step.values()))),
                 trace=trace,
             )
         if overlay_path is not None:

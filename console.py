@@ -18,6 +18,9 @@ from .runtime.errors import Cancelled, HoverlensError
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_ERROR_CHARS = 600
+CONTROL = ("Cc", "Cs", "Zl", "Zp")
+REORDERING = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Characters that make a line read otherwise than it is written."""
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -27,7 +30,7 @@ def printable(text: str, keep: str = "") -> str:
     """
     return "".join(
         ch
-        if ch in keep or unicodedata.category(ch) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        if ch in keep or (unicodedata.category(ch) not in CONTROL and ch not in REORDERING)
         else ch.encode("unicode_escape", "surrogatepass").decode("ascii")
         for ch in text
     )
