@@ -33,6 +33,7 @@ class Stats:
         prefill_tokens: Prompt tokens evaluated.
         reused_tokens: Prompt tokens taken from a forked or cached KV state instead.
         decoded_tokens: Tokens sampled one by one.
+        forced_tokens: Tokens that were given, not sampled: options being scored, fixed parts of an output.
         nodes: Search nodes scored, the root included (0 without a search).
         pruned: Nodes cut by the search.
         peak_rss_mb: Peak resident memory of the process, MB of 10^6 bytes.
@@ -45,6 +46,7 @@ class Stats:
     prefill_tokens: int = 0
     reused_tokens: int = 0
     decoded_tokens: int = 0
+    forced_tokens: int = 0
     nodes: int = 0
     pruned: int = 0
     peak_rss_mb: float = 0.0

@@ -38,9 +38,7 @@ class Question:
     kind: Kind = "text"
 
     @classmethod
-    def make(
-        cls, text: str, options: Sequence[str] | None = None, kind: str | None = None
-    ) -> Question:
+    def make(cls, text: str, options: Sequence[str] | None = None, kind: str | None = None) -> Question:
         """Checks and builds a question.
 
         Args:

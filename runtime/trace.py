@@ -38,9 +38,7 @@ class Trace:
             if self.path.is_dir():
                 raise BadInput(f"cannot write the trace {self.path}: it is a folder; name a file")
             try:
-                handle, self._temporary = tempfile.mkstemp(
-                    prefix=f".{self.path.name}.", suffix=".part", dir=folder
-                )
+                handle, self._temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=".part", dir=folder)
             except OSError as e:
                 raise BadInput(f"cannot write the trace {self.path}: {e.strerror}") from None
             self._file = os.fdopen(handle, "w", encoding="utf-8")

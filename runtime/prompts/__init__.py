@@ -25,7 +25,7 @@ def template(name: str, version: str = VERSION) -> str:
     Raises:
         BadInput: No such version or template.
     """
-    path = resources.files(__package__).joinpath(version, f"{name}.txt")
+    path = resources.files(__package__) / version / f"{name}.txt"
     try:
         return path.read_text(encoding="utf-8").removesuffix("\n")
     except OSError:

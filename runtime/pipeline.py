@@ -1,0 +1,166 @@
+"""From a frame and a question to an answer."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from . import prompts
+from .answer import STAGES, Answer, Stats
+from .errors import BadInput, Cancelled, HoverlensError
+from .frame import Frame
+from .mllm.base import Backend, CancelToken, Counters
+from .mllm.chat import ChatFormat
+from .process import peak_rss_bytes
+from .profiles import Profile
+from .question import Question
+from .reasoning import direct
+from .reasoning.direct import Draft
+from .reasoning.session import Session, StepCallback
+from .trace import Trace
+
+MODES: dict[str, Callable[[Session], Draft]] = {"direct": direct.answer}
+"""Name of a mode to the function that runs it."""
+
+DEFAULT_MODE = "direct"
+
+
+def check_mode(mode: str) -> None:
+    """Raises BadInput for a mode that does not exist."""
+    if mode not in MODES:
+        raise BadInput(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Raises BadInput for a deadline that is not a positive number of seconds."""
+    if deadline_s is not None and not (math.isfinite(deadline_s) and deadline_s > 0):
+        raise BadInput(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
+
+
+def ask(
+    backend: Backend,
+    chat: ChatFormat,
+    profile: Profile,
+    frame: Frame,
+    question: Question,
+    *,
+    mode: str = DEFAULT_MODE,
+    seed: int = 0,
+    deadline_s: float | None = None,
+    on_step: StepCallback | None = None,
+    trace: Trace | None = None,
+    cancel: CancelToken | None = None,
+    prompt_version: str = prompts.VERSION,
+    image_min_tokens: int | None = None,
+    bundle: dict[str, str] | None = None,
+) -> Answer:
+    """Answers one question about one frame. The backend must be idle.
+
+    Raises:
+        BadInput: Unknown mode, impossible deadline, or a prompt longer than the context.
+        Cancelled: ``cancel`` was set.
+        HoverlensError: The model failed, or no answer came before the deadline.
+    """
+    check_mode(mode)
+    check_deadline(deadline_s)
+    trace = trace or Trace()
+    cancel = cancel or CancelToken()
+    start = time.perf_counter()
+    before = backend.counters.copy()
+    session = Session(backend, chat, profile, frame, question, trace, seed, cancel, on_step, prompt_version)
+    frame_facts = {
+        "digest": frame.digest,
+        "width": frame.width,
+        "height": frame.height,
+        "stamp": frame.stamp,
+    }
+    trace.emit(
+        "question",
+        text=question.text,
+        options=list(question.options),
+        kind=question.kind,
+        mode=mode,
+        seed=seed,
+        profile=profile.name,
+        prompts=prompt_version,
+        frame=frame_facts,
+        bundle=bundle or {},
+    )
+    try:
+        with _deadline(cancel, deadline_s) as expired:
+            try:
+                session.open(image_min_tokens)
+                draft = MODES[mode](session)
+            except Cancelled:
+                if expired.is_set():
+                    raise HoverlensError(
+                        f"no answer within the deadline of {deadline_s:g} s; raise --deadline"
+                    ) from None
+                raise
+    except BaseException as e:
+        trace.emit("error", type=type(e).__name__, message=str(e))
+        raise
+    finally:
+        session.close()
+    wall = time.perf_counter() - start
+    result = Answer(
+        answer=draft.text,
+        kind=question.kind,
+        options=draft.options,
+        box=draft.box,
+        confidence=draft.confidence,
+        exit="complete",
+        mode=mode,
+        stats=_stats(backend.counters - before, wall),
+        stages_s=_stages(backend.counters - before, wall),
+        bundle=dict(bundle or {}),
+        frame=frame_facts,
+        warnings=tuple(session.warnings),
+        probabilities=draft.probabilities,
+    )
+    trace.emit("answer", **result.to_dict())
+    return result
+
+
+@contextmanager
+def _deadline(cancel: CancelToken, seconds: float | None) -> Iterator[threading.Event]:
+    """Sets ``cancel`` when the time is over; the event tells that this was the reason."""
+    expired = threading.Event()
+    if seconds is None:
+        yield expired
+        return
+
+    def fire() -> None:
+        expired.set()
+        cancel.cancel()
+
+    timer = threading.Timer(seconds, fire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield expired
+    finally:
+        timer.cancel()
+
+
+def _stats(used: Counters, wall_s: float) -> Stats:
+    return Stats(
+        wall_s=wall_s,
+        mllm_calls=used.mllm_calls,
+        image_encodes=used.image_encodes,
+        prefill_tokens=used.prefill_tokens,
+        reused_tokens=used.reused_tokens,
+        decoded_tokens=used.decoded_tokens,
+        forced_tokens=used.forced_tokens,
+        peak_rss_mb=peak_rss_bytes() / 1e6,
+    )
+
+
+def _stages(used: Counters, wall_s: float) -> dict[str, float]:
+    stages = dict.fromkeys(STAGES, 0.0)
+    stages |= {"encode": used.encode_s, "prefill": used.prefill_s, "decode": used.decode_s}
+    stages["other"] = max(0.0, wall_s - sum(stages.values()))
+    return stages

@@ -1,0 +1,57 @@
+"""Profiles: named settings of the reasoner and the MLLM.
+
+``onboard`` is what a board runs; ``faithful`` keeps to the paper (arXiv 2608.11738, appendix B) wherever
+it says something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import BadInput
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Settings of one question.
+
+    Attributes:
+        name: For the trace.
+        n_ctx: KV cells for all branches together.
+        n_sequences: Most branches in the cache at once.
+        n_batch: Most tokens in a forward pass.
+        threads: CPU threads; None means all cores that the process may use.
+        temperature: Sampling temperature of free text; 0 is greedy.
+        max_tokens: Most new tokens of one MLLM call.
+        box_tokens: Most new tokens of a box.
+        yes_threshold: An option of kind ``options`` is chosen from this probability of "yes" on.
+    """
+
+    name: str
+    n_ctx: int = 8192
+    n_sequences: int = 64
+    n_batch: int = 512
+    threads: int | None = None
+    temperature: float = 0.0
+    max_tokens: int = 256
+    box_tokens: int = 64
+    yes_threshold: float = 0.5
+
+
+PROFILES: dict[str, Profile] = {
+    "onboard": Profile(name="onboard"),
+    "faithful": Profile(name="faithful", temperature=0.7, max_tokens=8192, n_ctx=32768),
+}
+
+
+def profile_named(name: str | Profile) -> Profile:
+    """The profile of that name.
+
+    Raises:
+        BadInput: No such profile.
+    """
+    if isinstance(name, Profile):
+        return name
+    if name not in PROFILES:
+        raise BadInput(f"unknown profile {name!r}; use one of {', '.join(PROFILES)}")
+    return PROFILES[name]

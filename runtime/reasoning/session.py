@@ -1,0 +1,161 @@
+"""One question being answered: what every reasoning mode needs at hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import prompts
+from ..frame import Frame
+from ..mllm.base import (
+    Backend,
+    CancelToken,
+    Choice,
+    ChooseRequest,
+    GenerateRequest,
+    Generation,
+    Part,
+    Sampling,
+    State,
+    Text,
+)
+from ..mllm.chat import ChatFormat
+from ..profiles import Profile
+from ..question import Question
+from ..trace import Trace
+
+StepCallback = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Session:
+    """The shared prefix of one question, and calls on it that are traced and counted.
+
+    Attributes:
+        shared: State after [system][image][question][options]; every agent forks from it.
+        warnings: Said in the answer.
+    """
+
+    backend: Backend
+    chat: ChatFormat
+    profile: Profile
+    frame: Frame
+    question: Question
+    trace: Trace
+    seed: int = 0
+    cancel: CancelToken = field(default_factory=CancelToken)
+    on_step: StepCallback | None = None
+    prompt_version: str = prompts.VERSION
+    warnings: list[str] = field(default_factory=list)
+    shared: State = field(init=False)
+    image_tokens: int = 0
+    _states: list[State] = field(default_factory=list)
+
+    def open(self, image_min_tokens: int | None = None) -> None:
+        """Encodes the image and evaluates the shared prefix."""
+        self.step("encode")
+        features = self.backend.encode(self.frame.rgb, self.cancel)
+        self.image_tokens = features.n_tokens
+        if image_min_tokens is not None and features.n_tokens < image_min_tokens:
+            self.warnings.append(
+                f"the image takes {features.n_tokens} tokens, and this model needs {image_min_tokens} "
+                "for reliable boxes; use a larger image"
+            )
+        self.trace.emit("encode", image=features.key, tokens=features.n_tokens, positions=features.n_positions)
+        self.step("prefill")
+        content: list[Part] = [features, Text(question_text(self.question, self.prompt_version))]
+        system = prompts.template("system", self.prompt_version)
+        self.shared = self.keep(self.backend.prefix(self.chat.open(system, *content), self.cancel))
+        self.trace.emit("prefix", tokens=self.shared.n_tokens, key=self.shared.key)
+
+    def keep(self, state: State) -> State:
+        """Takes charge of closing a state."""
+        self._states.append(state)
+        return state
+
+    def close(self) -> None:
+        """Frees every state of this question, whatever happened."""
+        while self._states:
+            self._states.pop().close()
+
+    def step(self, stage: str, **fields: Any) -> None:
+        """Tells the caller what is going on, and stops here if it asked to."""
+        self.cancel.check()
+        if self.on_step is not None:
+            self.on_step({"stage": stage, **fields})
+
+    def suffix(self, name: str, **values: str) -> tuple[Part, ...]:
+        """A role's prompt, from its template to where the answer begins."""
+        return self.chat.close(Text(prompts.fill(name, self.prompt_version, **values)))
+
+    def sampling(self, *path: int) -> Sampling:
+        """Sampling for one call; its stream depends on the question's seed and the path alone."""
+        seed = stream_seed(self.seed, path)
+        return Sampling(temperature=self.profile.temperature, seed=seed)
+
+    def choose(self, requests: list[ChooseRequest]) -> list[Choice]:
+        start = time.perf_counter()
+        choices = self.backend.choose(requests, self.cancel)
+        wall = time.perf_counter() - start
+        for request, choice in zip(requests, choices, strict=True):
+            self.trace.emit(
+                "call",
+                role=request.label,
+                prompt=shown(request.suffix),
+                options=list(request.options),
+                output=request.options[choice.index],
+                probabilities=[round(float(p), 6) for p in choice.probabilities],
+                prefill_tokens=choice.prefill_tokens,
+                reused_tokens=choice.reused_tokens,
+                batch=len(requests),
+                wall_s=round(wall, 6),
+            )
+        return choices
+
+    def generate(self, requests: list[GenerateRequest]) -> list[Generation]:
+        start = time.perf_counter()
+        results = self.backend.generate(requests, self.cancel)
+        wall = time.perf_counter() - start
+        for request, result in zip(requests, results, strict=True):
+            self.trace.emit(
+                "call",
+                role=request.label,
+                prompt=shown(request.suffix),
+                output=result.text,
+                finish=result.finish,
+                prefill_tokens=result.prefill_tokens,
+                reused_tokens=result.reused_tokens,
+                decoded_tokens=len(result.tokens),
+                logprob=round(result.logprob, 6),
+                batch=len(requests),
+                wall_s=round(wall, 6),
+            )
+            if result.state is not None:
+                self.keep(result.state)
+        return results
+
+
+def question_text(question: Question, version: str = prompts.VERSION) -> str:
+    """The part of the shared prefix that follows the image."""
+    options = "".join(f"- {o}\n" for o in question.options)
+    return prompts.fill(
+        "question",
+        version,
+        question=question.text,
+        options=f"Options:\n{options}" if options else "",
+    )
+
+
+def shown(parts: tuple[Part, ...]) -> str:
+    """Prompt parts as a reader of the trace sees them."""
+    return "".join(p.text if isinstance(p, Text) else f"<image {p.key[:8]}>" for p in parts)
+
+
+def stream_seed(seed: int, path: tuple[int, ...]) -> int:
+    """A 64-bit seed for one stream of random numbers, independent for each path."""
+    import hashlib
+
+    text = ",".join(str(p) for p in (seed, *path))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,282 @@
+"""The public runtime: a loaded bundle that answers questions."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import pipeline, prompts
+from .answer import Answer
+from .bundle import Bundle, find_bundle
+from .errors import BadInput, HoverlensError
+from .frame import Frame
+from .memory import MemoryPlan, available_bytes, check_plan, plan_memory
+from .mllm.base import Backend, CancelToken
+from .mllm.chat import ChatFormat
+from .profiles import Profile, profile_named
+from .question import Question
+from .reasoning.session import StepCallback
+from .trace import Trace
+
+if TYPE_CHECKING:
+    from .boxes import Boxes
+    from .perception.depth import DepthMap, DepthModel
+    from .perception.detector import Detector
+
+FrameLike = Union[Frame, str, "os.PathLike[str]", NDArray[np.uint8]]
+
+
+class Runtime:
+    """A loaded bundle. Safe to call from any thread; one question runs at a time and others wait.
+
+    Models are loaded when they are first needed, so that ``detect`` alone never loads the MLLM.
+
+    Example:
+        >>> import hoverlens                                                     # doctest: +SKIP
+        >>> with hoverlens.load() as runtime:                                    # doctest: +SKIP
+        ...     answer = runtime.ask("photo.jpg", "Is there a car?", ["yes", "no"])
+        ...     print(answer.answer, answer.confidence)
+    """
+
+    def __init__(self, bundle: Bundle, profile: str | Profile = "onboard", share: bool = True) -> None:
+        self.bundle = bundle
+        self.profile = profile_named(profile)
+        self.share = share
+        self._lock = threading.RLock()
+        self._closed = False
+        self._backend: Backend | None = None
+        self._chat: ChatFormat | None = None
+        self._detector: Detector | None = None
+        self._depth: DepthModel | None = None
+
+    # -- what it answers -----------------------------------------------------------------------------
+
+    def ask(
+        self,
+        frame: FrameLike,
+        question: str | Question,
+        options: Sequence[str] | None = None,
+        kind: str | None = None,
+        mode: str = pipeline.DEFAULT_MODE,
+        deadline_s: float | None = None,
+        seed: int = 0,
+        on_step: StepCallback | None = None,
+        trace: Trace | None = None,
+        cancel: CancelToken | None = None,
+    ) -> Answer:
+        """Answers one question about one frame.
+
+        Args:
+            frame: A frame, a path to an image, or a uint8 RGB array (H, W, 3).
+            question: The question's text, or a ready :class:`Question` (then no options or kind).
+            options: Candidate answers.
+            kind: ``option``, ``options``, ``box`` or ``text``; by default ``option`` with options, else
+                ``text``.
+            mode: How to reason.
+            deadline_s: Seconds from now by which the answer must be there.
+            seed: Of every random choice; the same seed gives the same answer.
+            on_step: Called with a dict at each step, on this thread.
+            trace: Collects what every agent saw and said; the caller closes it.
+            cancel: Lets another thread stop the question.
+
+        Raises:
+            BadInput: An image, question, mode or deadline that cannot be used.
+            Cancelled: ``cancel`` was set.
+            HoverlensError: The work failed, or no answer came before the deadline.
+        """
+        if isinstance(question, Question):
+            if options is not None or kind is not None:
+                raise BadInput("a ready Question has its own options and kind; leave the arguments out")
+            asked = question
+        else:
+            asked = Question.make(question, options, kind)
+        pipeline.check_mode(mode)
+        pipeline.check_deadline(deadline_s)
+        picture = as_frame(frame)
+        with self._lock:
+            backend, chat = self._mllm()
+            return pipeline.ask(
+                backend,
+                chat,
+                self.profile,
+                picture,
+                asked,
+                mode=mode,
+                seed=seed,
+                deadline_s=deadline_s,
+                on_step=on_step,
+                trace=trace,
+                cancel=cancel,
+                prompt_version=self.bundle.manifest.prompt_template or prompts.VERSION,
+                image_min_tokens=self.bundle.manifest.image_min_tokens,
+                bundle={"name": self.bundle.name, "sha256": self.bundle.sha256},
+            )
+
+    def detect(self, frame: FrameLike, **options: Any) -> Boxes:
+        """Objects in a frame, in pixels of the original frame.
+
+        Args:
+            frame: As for :meth:`ask`.
+            options: See :meth:`hoverlens.runtime.perception.detector.Detector.detect`.
+
+        Raises:
+            BadInput: The bundle has no detector, or an argument cannot be used.
+        """
+        picture = as_frame(frame)
+        with self._lock:
+            return self._open_detector().detect(picture, **options)
+
+    def depth(self, frame: FrameLike) -> DepthMap:
+        """The depth of a frame: float32, larger is farther; metres where the model is metric.
+
+        Raises:
+            BadInput: The bundle has no depth model.
+        """
+        picture = as_frame(frame)
+        with self._lock:
+            return self._open_depth().estimate(picture)
+
+    def memory_plan(self) -> MemoryPlan:
+        """What this bundle takes in this profile, in bytes; nothing is loaded."""
+        b = self.bundle
+        return plan_memory(
+            b.need("mllm"),
+            b.file("mmproj"),
+            self.profile.n_ctx,
+            self.profile.n_batch,
+            (b.file("detector"), b.file("depth")),
+            self._image_max_tokens(),
+        )
+
+    # -- loading ------------------------------------------------------------------------------------
+
+    def backend(self) -> Backend:
+        """The MLLM, loaded if it was not. For tests and benchmarks; hold no states across questions."""
+        with self._lock:
+            return self._mllm()[0]
+
+    def _mllm(self) -> tuple[Backend, ChatFormat]:
+        self._check_open()
+        if self._backend is None or self._chat is None:
+            from .mllm.llamacpp import LlamaCppBackend, LlamaOptions
+
+            mllm, mmproj = self.bundle.need("mllm"), self.bundle.need("mmproj")
+            p = self.profile
+            check_plan(
+                self.memory_plan(),
+                available_bytes(),
+                {"n_ctx": p.n_ctx, "n_batch": p.n_batch},
+            )
+            entries = [self.bundle.entry(role) for role in ("mllm", "mmproj")]
+            backend = LlamaCppBackend(
+                mllm,
+                mmproj,
+                LlamaOptions(
+                    n_ctx=p.n_ctx,
+                    n_sequences=p.n_sequences,
+                    n_batch=p.n_batch,
+                    threads=p.threads,
+                    image_max_tokens=self._image_max_tokens(),
+                    share=self.share,
+                ),
+                identity="|".join(e.sha256 for e in entries if e is not None),
+            )
+            try:
+                self._chat = ChatFormat.from_template(backend.info.chat_template)
+            except BaseException:
+                backend.close()
+                raise
+            self._backend = backend
+        return self._backend, self._chat
+
+    def _image_max_tokens(self) -> int | None:
+        value = (self.bundle.manifest.model_extra or {}).get("image_max_tokens")
+        return value if isinstance(value, int) and value > 0 else None
+
+    def _open_detector(self) -> Detector:
+        self._check_open()
+        if self._detector is None:
+            from .perception.detector import Detector
+
+            path, entry = self.bundle.need("detector"), self.bundle.entry("detector")
+            assert entry is not None
+            self._detector = Detector.open(
+                path, entry.labels, entry.family, entry.preprocessing, threads=self.profile.threads
+            )
+        return self._detector
+
+    def _open_depth(self) -> DepthModel:
+        self._check_open()
+        if self._depth is None:
+            from .perception.depth import DepthModel
+
+            path, entry = self.bundle.need("depth"), self.bundle.entry("depth")
+            assert entry is not None
+            self._depth = DepthModel.open(
+                path,
+                kind=entry.kind,
+                preprocessing=entry.preprocessing,
+                threads=self.profile.threads,
+            )
+        return self._depth
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HoverlensError("this runtime is closed; call hoverlens.load again")
+
+    def close(self) -> None:
+        """Frees all models. Waits for a running question. May be called more than once."""
+        with self._lock:
+            self._closed = True
+            for model in (self._backend, self._detector, self._depth):
+                if model is not None:
+                    model.close()
+            self._backend = self._detector = self._depth = None
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def as_frame(frame: FrameLike) -> Frame:
+    """A frame from whatever a caller has: a frame, a path, or a uint8 RGB array.
+
+    Raises:
+        BadInput: It cannot be read as an image.
+    """
+    if isinstance(frame, Frame):
+        return frame
+    if isinstance(frame, np.ndarray):
+        return Frame.from_array(frame)
+    if isinstance(frame, (str, os.PathLike)):
+        return Frame.from_file(Path(frame))
+    raise BadInput(f"a frame is a Frame, a path or a uint8 RGB array; found {type(frame).__name__}")
+
+
+def load(
+    bundle: str | os.PathLike[str] | Bundle | None = None,
+    profile: str | Profile = "onboard",
+    share: bool = True,
+) -> Runtime:
+    """Opens a bundle: the one named, else ``$HOVERLENS_BUNDLE``, else the shipped one.
+
+    Every file is checked against the manifest's sha256 before it is used.
+
+    Args:
+        bundle: A bundle's folder, or an opened bundle.
+        profile: ``onboard`` or ``faithful``, or a profile of your own.
+        share: Fork KV states between calls; off, every call evaluates its whole prompt (for comparison).
+
+    Raises:
+        BadInput: No bundle, or one that is damaged.
+    """
+    opened = bundle if isinstance(bundle, Bundle) else find_bundle(bundle)
+    return Runtime(opened, profile, share)
