@@ -44,6 +44,15 @@ TENSOR_TYPES = {
     **{30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0"},
 }
 
+# Weights in a block, bytes of a block.
+_BLOCKS = {
+    **{"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "F64": (1, 8)},
+    **{"I8": (1, 1), "I16": (1, 2), "I32": (1, 4), "I64": (1, 8)},
+    **{"Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34)},
+    **{"Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176)},
+    **{"Q6_K": (256, 210), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136)},
+}
+
 
 @dataclass(frozen=True)
 class Array:
@@ -55,11 +64,15 @@ class Array:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor as the header lists it; ``shape`` in GGUF's order, fastest axis first."""
+    """One tensor as the header lists it; ``shape`` in GGUF's order, fastest axis first.
+
+    ``offset`` is in bytes from the start of the data.
+    """
 
     name: str
     shape: tuple[int, ...]
     type: str
+    offset: int = 0
 
     @property
     def n_elements(self) -> int:
@@ -67,6 +80,12 @@ class Tensor:
         for side in self.shape:
             n *= side
         return n
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the data; 0 for a type whose block size is not known here."""
+        block, size = _BLOCKS.get(self.type, (1, 0))
+        return self.n_elements // block * size
 
 
 @dataclass(frozen=True)
@@ -77,11 +96,19 @@ class GGUFHeader:
         version: Of the format, 2 or 3.
         metadata: Key to number, bool, string or :class:`Array`.
         tensors: In the file's order.
+        data_start: Byte at which the tensors' data begins.
     """
 
     version: int
     metadata: dict[str, Any]
     tensors: tuple[Tensor, ...]
+    data_start: int = 0
+
+    @property
+    def least_size(self) -> int:
+        """Bytes that the file must have to hold all its tensors."""
+        ends = (self.data_start + t.offset + t.n_bytes for t in self.tensors)
+        return max(ends, default=self.data_start)
 
     @property
     def architecture(self) -> str | None:
@@ -172,8 +199,7 @@ def read_gguf_header(path: str | os.PathLike[str]) -> GGUFHeader:
             version = reader.number("<I")
             if version not in (2, 3):
                 raise BadInput(
-                    f"{name} is GGUF version {version}; 2 or 3 is needed (little-endian): "
-                    "convert the model again"
+                    f"{name} is GGUF version {version}; 2 or 3 is needed (little-endian): convert the model again"
                 )
             n_tensors, n_values = reader.count("tensors"), reader.count("metadata entries")
             if max(n_tensors, n_values) > MAX_ENTRIES:
@@ -190,12 +216,14 @@ def read_gguf_header(path: str | os.PathLike[str]) -> GGUFHeader:
                     raise ValueError(f"a tensor of {n_dims} dimensions")
                 shape = tuple(int(reader.number("<Q")) for _ in range(n_dims))
                 kind = reader.number("<I")
-                reader.number("<Q")
-                tensors.append(Tensor(tensor, shape, TENSOR_TYPES.get(kind, f"type {kind}")))
+                offset = int(reader.number("<Q"))
+                tensors.append(Tensor(tensor, shape, TENSOR_TYPES.get(kind, f"type {kind}"), offset))
+            alignment = metadata.get("general.alignment", 32)
+            if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+                raise ValueError(f"alignment {alignment!r}")
+            data_start = -(-file.tell() // alignment) * alignment
     except OSError as e:
         raise BadInput(f"cannot read {name}: {e.strerror}; check the path") from None
     except ValueError as e:
-        raise BadInput(
-            f"{name} has a damaged GGUF header ({e}); copy or convert it again"
-        ) from None
-    return GGUFHeader(version, metadata, tuple(tensors))
+        raise BadInput(f"{name} has a damaged GGUF header ({e}); copy or convert it again") from None
+    return GGUFHeader(version, metadata, tuple(tensors), data_start)
