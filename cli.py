@@ -10,6 +10,7 @@ by Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -17,13 +18,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from .console import (
     Root,
     Verbs,
+    byte_progress,
     check_json_path,
     error_line,
     example,
@@ -38,12 +40,13 @@ from .console import (
     stdout_for_results_only,
     verbosity_options,
 )
-from .runtime.errors import BadInput
+from .runtime.errors import BadInput, HoverlensError
 
 if TYPE_CHECKING:
     from .runtime.answer import Answer
     from .runtime.frame import Frame
     from .runtime.question import Question
+    from .runtime.runtime import Runtime
 
 log = logging.getLogger("hoverlens.cli")
 
@@ -133,13 +136,16 @@ def ask(
     profile_named(profile)
     with stdout_for_results_only():
         frame = read_frame(image)
-        answer = _answer(frame, asked, bundle, profile, mode, deadline_s, seed, trace_path, overlay_path)
+        answer, no_overlay = _answer(frame, asked, bundle, profile, mode, deadline_s, seed, trace_path, overlay_path)
     if as_json:
         click.echo(answer.to_json(indent=2))
     else:
         click.echo(answer_text(answer))
     for warning in () if is_quiet() else answer.warnings:
         click.echo(f"warning: {error_line(warning)}", err=True)
+    if no_overlay is not None:
+        # The answer has been paid for; it is shown although the picture is not there.
+        raise no_overlay
 
 
 def check_outputs(image: str, trace_path: str | None, overlay_path: str | None) -> None:
@@ -184,30 +190,45 @@ def _answer(
     seed: int,
     trace_path: str | None,
     overlay_path: str | None,
-) -> Answer:
+) -> tuple[Answer, HoverlensError | None]:
+    """The answer, and why there is no overlay if one was asked for and could not be made."""
     from . import load
+    from .runtime.files import atomic_write_text
     from .runtime.trace import Trace
 
     with load(bundle, profile=profile) as runtime:
-        # Made after loading, so that a bundle that cannot be read leaves no trace behind.
-        with Trace(trace_path) as trace:
+        trace = Trace()
+        try:
             answer = runtime.ask(
                 frame,
-                asked.text,
-                options=asked.options or None,
-                kind=asked.kind,
+                asked,
                 mode=mode,
                 deadline_s=deadline_s,
                 seed=seed,
                 on_step=lambda step: log.info("%s", " ".join(map(str, step.values()))),
                 trace=trace,
             )
-        if overlay_path is not None:
-            from .runtime.overlay import draw, save
+        finally:
+            # A question that never began, since a model did not load, leaves no trace.
+            if trace_path is not None and len(trace.events) > 1:
+                lines = (json.dumps(event, ensure_ascii=False) + "\n" for event in trace.events)
+                atomic_write_text(trace_path, "".join(lines))
+        try:
+            if overlay_path is not None:
+                write_overlay(overlay_path, runtime, frame, answer)
+        except HoverlensError as e:
+            return answer, e
+    return answer, None
 
-            drawn = draw(frame, answer=answer, detections=runtime.detect(frame), depth=runtime.depth(frame))
-            save(overlay_path, drawn)
-    return answer
+
+def write_overlay(path: str, runtime: Runtime, frame: Frame, answer: Answer) -> None:
+    """Draws what the bundle's models see; a bundle may lack a detector or a depth model."""
+    from .runtime.overlay import draw, save
+
+    has = runtime.bundle.file
+    detections = runtime.detect(frame) if has("detector") else None
+    depth = runtime.depth(frame) if has("depth") else None
+    save(path, draw(frame, answer=answer, detections=detections, depth=depth))
 
 
 def answer_text(answer: Answer) -> str:
@@ -249,23 +270,25 @@ def bundle() -> None:
 @click.option("--mllm", required=True, metavar="FILE", help="Text model, GGUF.")
 @click.option("--mmproj", required=True, metavar="FILE", help="Its vision projector, GGUF.")
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to make.")
+@click.option("--name", metavar="TEXT", help="For people. Default: the folder's name.")
+@click.option("--mllm-thinking", metavar="FILE", help="Text model for long thought, GGUF.")
+@click.option("--family", metavar="NAME", help="How to read the detector. Default: found by itself.")
+@click.option("--depth-kind", type=click.Choice(["metric", "relative"]), help="Whether depth is in metres.")
+@click.option(
+    "--image-min-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Least visual tokens for good grounding; 1024 for real Qwen3-VL models.",
+)
 @json_flag
 @verbosity_options
-def assemble(
-    detector: str,
-    labels: str | None,
-    depth: str,
-    mllm: str,
-    mmproj: str,
-    output: str,
-    as_json: bool,
-) -> None:
+def assemble(output: str, as_json: bool, **options: Any) -> None:
     """Make a bundle of model files."""
     from .export.assemble import assemble
     from .runtime.bundle import bundle_info, describe_bundle
 
     with stdout_for_results_only():
-        made = assemble(detector=detector, labels=labels, depth=depth, mllm=mllm, mmproj=mmproj, output=output)
+        made = assemble(output, progress=byte_progress(), **options)
     show(bundle_info(made), True) if as_json else click.echo(describe_bundle(made))
 
 
@@ -293,9 +316,8 @@ def bundle_verify(folder: str, as_json: bool) -> None:
     from .runtime.bundle import Bundle, verify_bundle
     from .runtime.mllm.files import check_pair
 
-    bar = progress("bytes")
     with stdout_for_results_only():
-        problems = verify_bundle(folder, bar and (lambda _, done, total: bar(done, total)))
+        problems = verify_bundle(folder, byte_progress())
         if not problems:
             opened = Bundle.open(folder, verify=False)
             mllm, mmproj = opened.file("mllm"), opened.file("mmproj")

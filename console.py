@@ -199,6 +199,12 @@ def progress(what: str) -> Callable[[int, int], None] | None:
     return advance
 
 
+def byte_progress() -> Callable[[str, int, int], None] | None:
+    """As :func:`progress`, for work that reads files: ``(file, bytes done, bytes in all)``."""
+    bar = progress("bytes")
+    return None if bar is None else lambda _file, done, total: bar(done, total)
+
+
 def show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if not value or ctx.resilient_parsing:
         return
