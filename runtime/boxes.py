@@ -134,9 +134,7 @@ class Boxes:
     ) -> Boxes:
         """No boxes on an image of ``size``; scores and classes are there, with length 0."""
         none = np.empty((0, 4), np.float32)
-        return cls(
-            none, space, size, region, origin_size, none[:, 0], none[:, 0].astype(np.int64), names
-        )
+        return cls(none, space, size, region, origin_size, none[:, 0], none[:, 0].astype(np.int64), names)
 
     @classmethod
     def concat(cls, parts: Sequence[Boxes]) -> Boxes:
@@ -211,9 +209,7 @@ class Boxes:
         norm = self.xyxy.astype(np.float64) / _units(self.space, self.size)
         pixels = norm * (r.width, r.height, r.width, r.height) + (r.x, r.y, r.x, r.y)
         scale = _units(self.space, self.origin_size) / _units(Space.PIXEL, self.origin_size)
-        return replace(
-            self, xyxy=_f32(pixels * scale), size=self.origin_size, region=None, origin_size=None
-        )
+        return replace(self, xyxy=_f32(pixels * scale), size=self.origin_size, region=None, origin_size=None)
 
     def in_region(self, region: Region, size: Sequence[int]) -> Boxes:
         """The same boxes on an image of ``size`` that shows ``region`` of the original frame.
@@ -227,9 +223,7 @@ class Boxes:
         if self.region is not None:
             return self.to_original().in_region(region, size)
         size = _size(size, "size")
-        pixels = self.xyxy.astype(np.float64) * (
-            _units(Space.PIXEL, self.size) / _units(self.space, self.size)
-        )
+        pixels = self.xyxy.astype(np.float64) * (_units(Space.PIXEL, self.size) / _units(self.space, self.size))
         norm = (pixels - (region.x, region.y, region.x, region.y)) / (
             region.width,
             region.height,
@@ -279,9 +273,7 @@ class Boxes:
         inter, a, b = self._overlap(other)
         return _ratio(inter, np.minimum(a[:, None], b[None, :]))
 
-    def _overlap(
-        self, other: Boxes
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    def _overlap(self, other: Boxes) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         self._check_same_image(other, "compare")
         one, two = self.to(Space.PIXEL), other.to(Space.PIXEL)
         a, b = one.xyxy.astype(np.float64)[:, None], two.xyxy.astype(np.float64)[None]
@@ -394,9 +386,7 @@ def _size(value: Sequence[int], what: str) -> Size:
     try:
         w, h = (operator.index(v) for v in value)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{what} is {value!r}; (width, height) in whole pixels is needed"
-        ) from None
+        raise ValueError(f"{what} is {value!r}; (width, height) in whole pixels is needed") from None
     if w <= 0 or h <= 0:
         raise ValueError(f"{what} is {w} x {h}; both sides must be positive")
     return w, h
@@ -414,9 +404,7 @@ def _box_array(xyxy: ArrayLike) -> NDArray[np.float32]:
     upside_down = (box[:, 0] > box[:, 2]) | (box[:, 1] > box[:, 3])
     if upside_down.any():
         i = int(np.flatnonzero(upside_down)[0])
-        raise ValueError(
-            f"box {i} is upside down: {box[i].tolist()}; x1 <= x2 and y1 <= y2 is needed"
-        )
+        raise ValueError(f"box {i} is upside down: {box[i].tolist()}; x1 <= x2 and y1 <= y2 is needed")
     box.flags.writeable = False
     return box
 

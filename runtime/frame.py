@@ -110,13 +110,9 @@ class Frame:
     def __post_init__(self) -> None:
         a = self.rgb
         if not isinstance(a, np.ndarray) or a.dtype != np.uint8 or a.ndim != 3 or a.shape[2] != 3:
-            raise BadInput(
-                "a frame needs uint8 pixels of shape height x width x 3; use Frame.from_array"
-            )
+            raise BadInput("a frame needs uint8 pixels of shape height x width x 3; use Frame.from_array")
         if not a.size:
-            raise BadInput(
-                f"the picture is {a.shape[1]} x {a.shape[0]} pixels; it needs at least one"
-            )
+            raise BadInput(f"the picture is {a.shape[1]} x {a.shape[0]} pixels; it needs at least one")
         if a.flags.writeable or not a.flags.c_contiguous:
             a = np.array(a, order="C", copy=True)
             a.flags.writeable = False
@@ -147,12 +143,13 @@ class Frame:
         """
         name = _printable(os.fspath(path))
         limit = _pixel_limit(max_pixels)
-        with _errors_name_file(name), open(path, "rb") as file:
-            # After opening, so that the file checked is the file read; open() itself refuses
-            # folders.
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        with _errors_name_file(name):
+            # Before opening: opening a pipe would wait for its writer.
+            mode = os.stat(path).st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 raise BadInput(f"{name} is not a regular file; a picture file is needed")
-            rgb = _decode(file, name, limit)
+            with open(path, "rb") as file:
+                rgb = _decode(file, name, limit)
         return cls._own(rgb, stamp, frame_id, intrinsics, name)
 
     @classmethod
@@ -209,15 +206,12 @@ class Frame:
         if not isinstance(array, np.ndarray):
             raise BadInput(f"found {type(array).__name__}; a numpy array is needed (np.asarray)")
         if array.dtype.kind != "u" or array.dtype.itemsize > 2:
-            cure = (
-                "; scale to 0..255 and use .astype(np.uint8)" if array.dtype.kind in "fbi" else ""
-            )
+            cure = "; scale to 0..255 and use .astype(np.uint8)" if array.dtype.kind in "fbi" else ""
             raise BadInput(f"found pixels of dtype {array.dtype}; uint8 or uint16 is needed{cure}")
         shape = "x".join(str(n) for n in array.shape)
         if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
             raise BadInput(
-                f"found an array of shape {shape or '()'}; height x width, or "
-                "height x width x 1, 3 or 4 is needed"
+                f"found an array of shape {shape or '()'}; height x width, or height x width x 1, 3 or 4 is needed"
             )
         if not array.size:
             raise BadInput(f"found an array of shape {shape}, which has no pixels")
@@ -241,7 +235,8 @@ class Frame:
     def digest(self) -> str:
         """Identity of the pixels: 128-bit blake2b in hex.
 
-        It covers a version tag, shape, dtype and pixels; the source, stamp and file format do not count. Computed on first use.
+        It covers a version tag, shape, dtype and pixels; the source, stamp and file format do not
+        count. Computed on first use.
         """
         h = hashlib.blake2b(digest_size=16)
         h.update(DIGEST_VERSION + b"\0")
@@ -272,9 +267,7 @@ class Frame:
         }
 
     def __repr__(self) -> str:
-        return (
-            f"Frame({self.width}x{self.height}, digest={self.digest[:8]}, source={self.source!r})"
-        )
+        return f"Frame({self.width}x{self.height}, digest={self.digest[:8]}, source={self.source!r})"
 
 
 @contextmanager
@@ -292,14 +285,15 @@ def _errors_name_file(name: str) -> Iterator[None]:
         raise BadInput(f"no permission to read {name}; check its owner and mode (ls -l)") from None
     except MemoryError:
         raise HoverlensError(
-            f"not enough memory to decode {name}; use a smaller picture, "
-            f"or lower {MAX_PIXELS_VARIABLE}"
+            f"not enough memory to decode {name}; use a smaller picture, or lower {MAX_PIXELS_VARIABLE}"
         ) from None
     except Exception as e:  # decoders raise nearly anything on damaged files
         if isinstance(e, OSError) and e.errno is not None:
             raise BadInput(f"cannot read {name}: {e.strerror or e}") from None
         why = " ".join(str(e).split()) or type(e).__name__
-        raise BadInput(f"{name} is damaged or cut short and cannot be decoded ({why})") from None
+        raise BadInput(
+            f"{name} cannot be decoded: it is damaged, cut short or of an unsupported kind ({why})"
+        ) from None
 
 
 def _decode(file: IO[bytes], name: str, limit: int) -> NDArray[np.uint8]:
@@ -316,13 +310,11 @@ def _decode(file: IO[bytes], name: str, limit: int) -> NDArray[np.uint8]:
                 f"set {MAX_PIXELS_VARIABLE} if it is meant"
             )
         deep = _has_16_bit_colour(image)
-        # TIFF applies its own orientation while loading, and then forgets the tag.
-        own_tag = _orientation(image) if image.format == "TIFF" else None
         image.load()
-        if deep:
-            orientation = own_tag if own_tag is not None else _orientation(image)
-            return _decode_16_bit_colour(file, orientation)
-        return _oriented(_pixels(image, name), _orientation(image))
+        # Pillow and OpenCV both turn a TIFF upright by themselves; Pillow then drops the tag.
+        orientation = 1 if image.format == "TIFF" else _orientation(image)
+        rgb = _decode_16_bit_colour(file) if deep else _pixels(image, name)
+        return _oriented(rgb, orientation)
 
 
 def _open(file: IO[bytes], head: bytes, name: str) -> ImageFile.ImageFile:
@@ -343,10 +335,11 @@ def _open(file: IO[bytes], head: bytes, name: str) -> ImageFile.ImageFile:
             except SyntaxError as e:
                 # Pillow's word for a bad header; without a text it would read "None".
                 why = " ".join(str(e).split())
-                raise BadInput(f"{name} has a damaged {kind} header ({why})") from None
+                raise BadInput(
+                    f"{name} has a {kind} header that is damaged or of an unsupported kind ({why})"
+                ) from None
     raise BadInput(
-        f"{name} is not a picture that can be read: it starts with {head[:8]!r}; "
-        f"use one of {', '.join(FORMATS)}"
+        f"{name} is not a picture that can be read: it starts with {head[:8]!r}; use one of {', '.join(FORMATS)}"
     )
 
 
@@ -360,22 +353,26 @@ def _has_16_bit_colour(image: ImageFile.ImageFile) -> bool:
     return False
 
 
-def _decode_16_bit_colour(file: IO[bytes], orientation: int) -> NDArray[np.uint8]:
+def _decode_16_bit_colour(file: IO[bytes]) -> NDArray[np.uint8]:
     import cv2  # only here: most programs never meet such a file
 
     file.seek(0)
-    flags = cv2.IMREAD_UNCHANGED
-    array = cv2.imdecode(np.frombuffer(file.read(), np.uint8), flags)
+    array = cv2.imdecode(np.frombuffer(file.read(), np.uint8), cv2.IMREAD_UNCHANGED)
     if array is None:
         raise ValueError("OpenCV cannot decode its 16-bit samples")
-    return _oriented(_to_rgb(array, swap=True), orientation)
+    return _to_rgb(array, swap=True)
 
 
 def _pixels(image: Image.Image, name: str) -> NDArray[np.uint8]:
     """8-bit RGB of a loaded image, before orientation."""
     mode = image.mode
     if mode.startswith("I;16") or (mode == "I" and image.format in ("PNG", "PPM")):
-        return _to_rgb(np.asarray(image).astype(np.uint16), swap=False)
+        grey = np.asarray(image).astype(np.uint16)
+        rgb = _to_rgb(grey, swap=False)
+        transparent = image.info.get("transparency")
+        if isinstance(transparent, int):
+            rgb[grey == transparent] = 255
+        return rgb
     if mode in ("I", "F"):
         raise BadInput(
             f"{name} has {'32-bit integer' if mode == 'I' else 'floating-point'} pixels, "

@@ -48,9 +48,7 @@ class Letterbox:
             and 0 <= self.pad_top <= self.network[1] - self.resized[1]
         )
         if not fits:
-            raise ValueError(
-                f"{self.resized} at ({self.pad_left}, {self.pad_top}) leaves {self.network}"
-            )
+            raise ValueError(f"{self.resized} at ({self.pad_left}, {self.pad_top}) leaves {self.network}")
 
     @classmethod
     def fit(
@@ -96,9 +94,7 @@ class Letterbox:
     def shown(self) -> Region:
         """What the whole network input covers, in pixels of the image; padding lies outside it."""
         sx, sy = self.scale
-        return Region(
-            -self.pad_left / sx, -self.pad_top / sy, self.network[0] / sx, self.network[1] / sy
-        )
+        return Region(-self.pad_left / sx, -self.pad_top / sy, self.network[0] / sx, self.network[1] / sy)
 
     def forward(self, boxes: Boxes) -> Boxes:
         """Boxes of the image on the network input, in its pixels; they remember the original frame.

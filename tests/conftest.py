@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from hoverlens.runtime.bundle import Bundle
+from hoverlens.runtime.errors import HoverlensError
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -16,7 +18,28 @@ def shared_data() -> Path:
     given = os.environ.get("HOVERLENS_SHARED_DATA")
     folder = Path(given) if given else REPO.parent / "shared" / "data"
     if not (folder / "images").is_dir():
-        pytest.skip(
-            f"no test data at {folder}; set HOVERLENS_SHARED_DATA to the folder that has images/"
-        )
+        pytest.skip(f"no test data at {folder}; set HOVERLENS_SHARED_DATA to the folder that has images/")
     return folder
+
+
+def _random(preset: str) -> Bundle:
+    from hoverlens.export.random_mllm import DEFAULT_PRESET, make_random_bundle
+    from hoverlens.runtime.paths import cache_dir
+
+    out = None if preset == DEFAULT_PRESET else cache_dir() / "bundles" / f"random-{preset}"
+    try:
+        return make_random_bundle(out, preset=preset)[0]
+    except HoverlensError as e:
+        pytest.skip(f"no random-weight model: {e}")
+
+
+@pytest.fixture(scope="session")
+def random_bundle() -> Bundle:
+    """The default random-weight bundle, made once and kept in the cache."""
+    return _random("10m")
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle() -> Bundle:
+    """The smallest random-weight bundle, made once and kept in the cache."""
+    return _random("tiny")
