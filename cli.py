@@ -447,6 +447,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if not sys.warnoptions:
         # Written for the developers of libraries, and more lines than an error may have.
         warnings.simplefilter("ignore")
+    # Decoders print to standard error on their own; what matters arrives as an exception.
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
+    os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")
     for stream in (sys.stdout, sys.stderr):
         # A file name need not fit the terminal's encoding; in JSON the replacement is an escape.
         with contextlib.suppress(AttributeError, ValueError):

@@ -354,7 +354,7 @@ def _bundle(folder: Path) -> dict[str, Any]:
     return {
         "name": bundle.name,
         "sha256": bundle.sha256,
-        "manifest": bundle.manifest.model_dump(mode="json"),
+        "manifest": bundle.manifest.model_dump(mode="json", exclude_none=True),
     }
 
 
