@@ -182,10 +182,10 @@ def stdout_for_results_only() -> Iterator[None]:
             os.close(saved)
 
 
-def progress(what: str) -> Callable[[int, int], None] | None:
-    """A ``(done, total)`` callback that moves a bar on a terminal, or None where nobody watches."""
+def progress(what: str) -> Callable[[int, int], None]:
+    """A ``(done, total)`` callback that moves a bar on a terminal, and does nothing elsewhere."""
     if is_quiet() or not sys.stderr.isatty():
-        return None
+        return lambda done, total: None
     from tqdm import tqdm
 
     bar = tqdm(desc=what, leave=False)
@@ -199,10 +199,10 @@ def progress(what: str) -> Callable[[int, int], None] | None:
     return advance
 
 
-def byte_progress() -> Callable[[str, int, int], None] | None:
+def byte_progress() -> Callable[[str, int, int], None]:
     """As :func:`progress`, for work that reads files: ``(file, bytes done, bytes in all)``."""
-    bar = progress("bytes")
-    return None if bar is None else lambda _file, done, total: bar(done, total)
+    advance = progress("bytes")
+    return lambda _file, done, total: advance(done, total)
 
 
 def show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
