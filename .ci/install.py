@@ -72,15 +72,10 @@ def check_machine() -> None:
         missing["Python's C headers"] = f"{prefix}-dev"
     compiler = os.environ.get("CXX", "").split()
     candidates = compiler[:1] or ["c++", "g++", "clang++"]
-    if not any(shutil.which(c) for c in candidates) or not any(
-        shutil.which(c) for c in ("cc", "gcc", "clang")
-    ):
+    if not any(shutil.which(c) for c in candidates) or not any(shutil.which(c) for c in ("cc", "gcc", "clang")):
         missing["a C++ compiler"] = "build-essential"
     if missing:
-        raise SetupError(
-            f"missing: {', '.join(missing)}; run: sudo apt-get install -y "
-            + " ".join(missing.values())
-        )
+        raise SetupError(f"missing: {', '.join(missing)}; run: sudo apt-get install -y " + " ".join(missing.values()))
 
 
 def digest(*parts: str | Path) -> str:
@@ -146,9 +141,7 @@ class Venv:
 
     def runs(self, code: str) -> subprocess.CompletedProcess[str]:
         # From another folder, so that only what is installed can be imported.
-        return subprocess.run(
-            [self.python, "-c", code], capture_output=True, text=True, cwd=self.path
-        )
+        return subprocess.run([self.python, "-c", code], capture_output=True, text=True, cwd=self.path)
 
     def stamp(self, name: str) -> Path:
         return self.path / f".hoverlens-{name}"
@@ -230,22 +223,26 @@ def pinned(name: str) -> str:
     return match[1]
 
 
-def llama_problem(venv: Venv, flags: set[str]) -> str | None:
-    """Why the installed llama.cpp cannot be used on this CPU, or None."""
-    done = venv.runs(
-        "import llama_cpp; print(llama_cpp.__version__);"
-        "print(llama_cpp.llama_print_system_info().decode())"
-    )
+def llama_misfit(venv: Venv, flags: set[str]) -> str | None:
+    """Why the installed llama.cpp does not fit this CPU, so that only a build can help, or None.
+
+    Raises:
+        SetupError: it fails for another reason, which a build would not cure.
+    """
+    done = venv.runs("import llama_cpp; print(llama_cpp.llama_print_system_info().decode())")
+    if done.returncode < 0:
+        return "it crashes when loaded"
     if done.returncode:
-        return _last_line(done.stderr) if done.returncode > 0 else "it crashes when loaded"
-    version = done.stdout.split("\n", 1)[0]
-    if version != pinned("llama-cpp-python"):
-        return f"it is version {version}"
-    built_for = set(re.findall(r"(\w+) = 1", done.stdout))
+        reason = _last_line(done.stderr)
+        # Its shared libraries are loaded at import: missing ones, or a libc that is too old.
+        if "shared" in reason.lower() or "GLIBC" in reason:
+            return reason
+        raise SetupError(f"llama-cpp-python does not import: {reason}; see {venv.log}")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    built_for = re.findall(r"(\w+) = 1", done.stdout)
     lacking = sorted(f for f in built_for if f in CPU_FLAGS and CPU_FLAGS[f] not in flags)
-    if lacking and platform.machine() in ("x86_64", "AMD64"):
-        return f"it was built for a CPU with {', '.join(lacking)}"
-    return None
+    return f"it was built for a CPU with {', '.join(lacking)}" if lacking else None
 
 
 def install_llama(venv: Venv, cache: Path) -> None:
@@ -253,45 +250,54 @@ def install_llama(venv: Venv, cache: Path) -> None:
 
     There are no binary wheels; the build optimises for the CPU it runs on.
     """
-    requirement = f"llama-cpp-python=={pinned('llama-cpp-python')}"
+    version = pinned("llama-cpp-python")
     cpu, flags = cpu_identity()
     build_arguments = os.environ.get("CMAKE_ARGS", "")
     if build_arguments:
         cpu += "-" + digest(build_arguments)[:8]
     wheels = cache / "wheels" / cpu
 
-    if venv.runs("import llama_cpp").returncode == 0 and llama_problem(venv, flags) is None:
+    installed = venv.runs("import importlib.metadata as m; print(m.version('llama-cpp-python'))")
+    if installed.stdout.strip() == version and llama_misfit(venv, flags) is None:
         return
-    pattern = f"llama_cpp_python-{pinned('llama-cpp-python')}-*.whl"
-    if any(wheels.glob(pattern)):
-        say(f"llama.cpp: from {wheels}")
-        with contextlib.suppress(SetupError):
-            _install_wheel(venv, wheels, requirement)
-            if llama_problem(venv, flags) is None:
-                return
-        say("llama.cpp: the cached wheel does not work here, building it anew")
 
-    # pip keeps wheels it built without knowing the CPU or CMAKE_ARGS they were built for, so what
-    # comes from there is checked, and built again if it does not fit.
-    attempts = [["--no-cache-dir"]] if build_arguments else [[], ["--no-cache-dir"]]
-    for attempt in attempts:
-        _build_llama(venv, wheels, requirement, attempt)
-        _install_wheel(venv, wheels, requirement)
-        problem = llama_problem(venv, flags)
-        if problem is None:
+    # pip keeps wheels it built without knowing the CPU or CMAKE_ARGS they were built for. One
+    # that comes from there is checked, and built again without pip's cache if it does not fit.
+    sources: list[list[str] | None] = [["--no-cache-dir"]]
+    if not build_arguments:
+        sources.insert(0, [])
+    if find_wheel(wheels, version):
+        sources.insert(0, None)
+    misfit = None
+    for options in sources:
+        if options is None:
+            say(f"llama.cpp: taking the wheel in {wheels}")
+        else:
+            build_llama(venv, wheels, version, options)
+        wheel = find_wheel(wheels, version)
+        if wheel is None:
+            raise SetupError(f"llama.cpp: no wheel came out of the build; see {venv.log}")
+        venv.pip("llama.cpp", "install", "-c", CONSTRAINTS, "--force-reinstall", "--no-deps", wheel)
+        # Again, now with what it depends on and without touching what is there.
+        venv.pip("llama.cpp", "install", "-c", CONSTRAINTS, f"llama-cpp-python=={version}")
+        misfit = llama_misfit(venv, flags)
+        if misfit is None:
             return
-        say(f"llama.cpp: the wheel does not work here ({problem})")
-        for wheel in wheels.glob(pattern):
-            wheel.unlink()
-    raise SetupError(f"llama-cpp-python was built but does not load: {problem}; see {venv.log}")
+        wheel.unlink()
+        say(f"llama.cpp: {wheel.name} does not fit this machine: {misfit}")
+    raise SetupError(f"llama.cpp does not load after a fresh build: {misfit}; see {venv.log}")
 
 
-def _build_llama(venv: Venv, wheels: Path, requirement: str, options: list[str]) -> None:
+def find_wheel(folder: Path, version: str) -> Path | None:
+    # The libraries are loaded by ctypes, so one wheel (py3-none) serves every Python version.
+    return next(iter(sorted(folder.glob(f"llama_cpp_python-{version}-*.whl"))), None)
+
+
+def build_llama(venv: Venv, wheels: Path, version: str, options: list[str]) -> None:
     cores = len(os.sched_getaffinity(0))
     say(
-        f"llama.cpp: compiling for this CPU on {cores} core(s); about {max(2, 22 // cores)} "
-        "minutes, once (nothing to compile if pip has it already); "
-        f"details in {venv.log}"
+        f"llama.cpp: building for this CPU on {cores} core(s): about {max(2, 22 // cores)} minutes, "
+        f"once; seconds if pip kept an earlier build. Details: {venv.log}"
     )
     staging = wheels.with_name(f"{wheels.name}.{os.getpid()}")
     staging.mkdir(parents=True, exist_ok=True)
@@ -304,7 +310,7 @@ def _build_llama(venv: Venv, wheels: Path, requirement: str, options: list[str])
             *options,
             "-w",
             staging,
-            requirement,
+            f"llama-cpp-python=={version}",
             env={"CMAKE_BUILD_PARALLEL_LEVEL": _parallel(cores)},
         )
         wheels.mkdir(parents=True, exist_ok=True)
@@ -316,13 +322,6 @@ def _build_llama(venv: Venv, wheels: Path, requirement: str, options: list[str])
 
 def _parallel(cores: int) -> str:
     return os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(cores)
-
-
-def _install_wheel(venv: Venv, wheels: Path, requirement: str) -> None:
-    # Its dependencies come with the rest, from the index.
-    arguments = ("--no-deps", "--no-index", "--force-reinstall", "--find-links", wheels)
-    venv.pip("llama.cpp", "install", *arguments, requirement)
-    venv.pip("llama.cpp", "install", "-c", CONSTRAINTS, "numpy", "diskcache", "jinja2")
 
 
 def install_everything(venv: Venv, cache: Path, torch_index: str) -> None:

@@ -46,10 +46,8 @@ def reference(
         width = np.minimum(b[rest, 2], b[best, 2]) - np.maximum(b[rest, 0], b[best, 0])
         height = np.minimum(b[rest, 3], b[best, 3]) - np.maximum(b[rest, 1], b[best, 1])
         shared = np.maximum(width, 0) * np.maximum(height, 0)
-        if metric == "iou":
-            whole = sizes[rest] + sizes[best] - shared
-        else:
-            whole = np.minimum(sizes[rest], sizes[best])
+        union = sizes[rest] + sizes[best] - shared
+        whole = union if metric == "iou" else np.minimum(sizes[rest], sizes[best])
         real = (sizes[rest] > 0) & (sizes[best] > 0)
         overlap = np.divide(shared, whole, out=np.zeros(len(rest)), where=real)
         strike = (overlap > threshold) & (labels[rest] == labels[best])
@@ -80,9 +78,7 @@ rows = st.lists(
     st.tuples(st.tuples(*[coordinates] * 4), score_values, st.sampled_from([-7, 0, 1, 2**40])),
     max_size=40,
 )
-thresholds = st.one_of(
-    st.sampled_from([0.0, 0.25, 1 / 3, 0.5, 1.0]), st.floats(0, 1, allow_nan=False)
-)
+thresholds = st.one_of(st.sampled_from([0.0, 0.25, 1 / 3, 0.5, 1.0]), st.floats(0, 1, allow_nan=False))
 
 
 @settings(max_examples=400, deadline=None)
@@ -111,9 +107,7 @@ def test_keeps_what_the_reference_keeps(
 @pytest.mark.parametrize("metric", ["iou", "ios"])
 @pytest.mark.parametrize("per_class", [True, False])
 @pytest.mark.parametrize("size", [10.0, 60.0, 400.0])
-def test_keeps_what_the_reference_keeps_in_crowded_scenes(
-    metric: str, per_class: bool, size: float
-) -> None:
+def test_keeps_what_the_reference_keeps_in_crowded_scenes(metric: str, per_class: bool, size: float) -> None:
     boxes, scores, labels = scene(np.random.default_rng(5), 3000, 7, 640, size)
     scores = np.round(scores, 2)
     classes = labels if per_class else None
@@ -179,13 +173,9 @@ def test_boxes_with_a_nan_score_are_never_kept() -> None:
     assert nms(boxes, [np.nan, np.nan], None, 0.5).tolist() == []
 
 
-@pytest.mark.parametrize(
-    "flat", [[4, 4, 4, 4], [4, 0, 4, 9], [0, 4, 9, 4], [9, 9, 0, 0], [9, 0, 0, 9]]
-)
+@pytest.mark.parametrize("flat", [[4, 4, 4, 4], [4, 0, 4, 9], [0, 4, 9, 4], [9, 9, 0, 0], [9, 0, 0, 9]])
 @pytest.mark.parametrize("metric", ["iou", "ios"])
-def test_boxes_without_area_neither_suppress_nor_are_suppressed(
-    flat: list[int], metric: str
-) -> None:
+def test_boxes_without_area_neither_suppress_nor_are_suppressed(flat: list[int], metric: str) -> None:
     boxes = [flat, [0, 0, 9, 9], flat]
     got = nms(boxes, [0.9, 0.8, 0.7], None, 0.0, metric=metric)  # type: ignore[arg-type]
     assert got.tolist() == [0, 1, 2]
@@ -281,10 +271,7 @@ def test_threads_get_equal_results() -> None:
     arrays = scene(np.random.default_rng(6), 5000, 5, 300, 40)
     want = nms(*arrays, 0.5).tolist()
     results: list[list[int]] = []
-    threads = [
-        threading.Thread(target=lambda: results.append(nms(*arrays, 0.5).tolist()))
-        for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: results.append(nms(*arrays, 0.5).tolist())) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
