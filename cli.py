@@ -96,6 +96,7 @@ def cli() -> None:
 @click.option("--profile", default="onboard", show_default=True, help="Settings of the reasoner.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed.")
 @click.option("--deadline", "deadline_s", type=float, metavar="S", help="Answer within this many seconds.")
+@click.option("--at", "at_s", type=float, metavar="S", help="Of a video file: the frame at this second.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write every step as JSON lines.")
 @click.option(
     "--overlay",
@@ -115,14 +116,15 @@ def ask(
     profile: str,
     seed: int,
     deadline_s: float | None,
+    at_s: float | None,
     trace_path: str | None,
     overlay_path: str | None,
     as_json: bool,
 ) -> None:
     """Answer QUESTION about IMAGE.
 
-    IMAGE is an image file, a video file, an RTSP or UDP URL or /dev/videoN (the newest frame is
-    taken), or - for an encoded image on standard input.
+    IMAGE is an image file, a video file (its first frame, or that of --at), an RTSP or UDP URL or
+    /dev/videoN (the newest frame), or - for an encoded image on standard input.
     """
     from .runtime.pipeline import DEFAULT_MODE, check_deadline, check_mode
     from .runtime.profiles import profile_named
@@ -135,7 +137,7 @@ def ask(
     check_deadline(deadline_s)
     profile_named(profile)
     with stdout_for_results_only():
-        frame = read_frame(image)
+        frame = read_frame(image, at_s)
         answer, no_overlay = _answer(frame, asked, bundle, profile, mode, deadline_s, seed, trace_path, overlay_path)
     if as_json:
         click.echo(answer.to_json(indent=2))
@@ -163,7 +165,7 @@ def check_outputs(image: str, trace_path: str | None, overlay_path: str | None) 
         raise BadInput(f"the overlay {overlay_path} is no image file; end it in {', '.join(OVERLAY_SUFFIXES)}")
 
 
-def read_frame(image: str) -> Frame:
+def read_frame(image: str, at_s: float | None) -> Frame:
     """The frame to ask about: decoded, before any model is loaded."""
     from .runtime.frame import Frame
 
@@ -175,8 +177,12 @@ def read_frame(image: str) -> Frame:
     from .runtime.video import VideoSource, is_video_source
 
     if is_video_source(image):
-        with VideoSource(image) as source:
-            return source.read()
+        with VideoSource.open(image) as video:
+            if at_s is not None:
+                video.seek(at_s)
+            return video.read()
+    if at_s is not None:
+        raise BadInput(f"--at is for video files, and {image} is none; leave it out")
     return Frame.from_file(image)
 
 

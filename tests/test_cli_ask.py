@@ -242,3 +242,32 @@ def test_template_tokens_are_ordinary_text(runtime: FakeRuntime, photo: Path) ->
 def test_a_question_may_begin_with_a_dash(runtime: FakeRuntime, photo: Path) -> None:
     assert ask(photo, "--", "-5 degrees?").exit_code == 0
     assert runtime.calls[0]["question"].text == "-5 degrees?"
+
+
+def test_a_frame_of_a_video(runtime: FakeRuntime, tmp_path: Path) -> None:
+    cv2 = pytest.importorskip("cv2")
+    path = tmp_path / "clip.avi"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 10, (64, 48))
+    if not writer.isOpened():
+        pytest.skip("this OpenCV writes no video")
+    for i in range(20):
+        writer.write(np.full((48, 64, 3), i * 10, np.uint8))
+    writer.release()
+    assert ask(path, "What?").exit_code == 0
+    assert ask(path, "What?", "--at", "1").exit_code == 0
+    first, later = (call["frame"].rgb.mean() for call in runtime.calls)
+    assert first == pytest.approx(0, abs=3)
+    assert later == pytest.approx(100, abs=3)
+    for at in ("-1", "nan", "1000"):
+        assert_refused(ask(path, "What?", "--at", at))
+
+
+def test_a_second_of_a_picture_is_refused(runtime: FakeRuntime, photo: Path) -> None:
+    assert_refused(ask(photo, "What?", "--at", "1"))
+
+
+@pytest.mark.parametrize("source", ["nosuch://user:secret@host/x", "/dev/video99", "file:///etc/passwd"])
+def test_streams_that_cannot_be_opened(runtime: FakeRuntime, source: str) -> None:
+    result = ask(source, "What?")
+    assert_refused(result)
+    assert "secret" not in result.stderr
