@@ -141,7 +141,7 @@ class Frame:
         Raises:
             BadInput: No such file, not a picture, damaged, too large, or unreadable.
         """
-        name = _printable(os.fspath(path))
+        name = printable_name(os.fspath(path))
         limit = _pixel_limit(max_pixels)
         with _errors_name_file(name):
             # Before opening: opening a pipe would wait for its writer.
@@ -174,7 +174,7 @@ class Frame:
         """
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise BadInput(f"found {type(data).__name__}; the bytes of a picture file are needed")
-        name = _printable(name)
+        name = printable_name(name)
         limit = _pixel_limit(max_pixels)
         with _errors_name_file(name):
             rgb = _decode(io.BytesIO(data), name, limit)
@@ -436,7 +436,7 @@ def _pixel_limit(given: int | None) -> int:
     return limit
 
 
-def _printable(name: str | bytes | Path) -> str:
+def printable_name(name: str | bytes | Path) -> str:
     """A name that stays on one line, whatever characters are in it."""
     text = os.fsdecode(name) if isinstance(name, bytes) else str(name)
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
