@@ -29,6 +29,7 @@ from .console import (
     check_json_path,
     error_line,
     example,
+    interruptible,
     is_quiet,
     json_file,
     json_flag,
@@ -45,6 +46,7 @@ from .runtime.errors import BadInput, HoverlensError
 if TYPE_CHECKING:
     from .runtime.answer import Answer
     from .runtime.frame import Frame
+    from .runtime.mllm.base import CancelToken
     from .runtime.question import Question
     from .runtime.runtime import Runtime
 
@@ -138,7 +140,20 @@ def ask(
     profile_named(profile)
     with stdout_for_results_only():
         frame = read_frame(image, at_s)
-        answer, no_overlay = _answer(frame, asked, bundle, profile, mode, deadline_s, seed, trace_path, overlay_path)
+        answer, no_overlay = interruptible(
+            lambda cancel: _answer(
+                frame,
+                asked,
+                bundle,
+                profile,
+                mode,
+                deadline_s,
+                seed,
+                trace_path,
+                overlay_path,
+                cancel,
+            )
+        )
     if as_json:
         click.echo(answer.to_json(indent=2))
     else:
@@ -196,6 +211,7 @@ def _answer(
     seed: int,
     trace_path: str | None,
     overlay_path: str | None,
+    cancel: CancelToken,
 ) -> tuple[Answer, HoverlensError | None]:
     """The answer, and why there is no overlay if one was asked for and could not be made."""
     from . import load
@@ -213,6 +229,7 @@ def _answer(
                 seed=seed,
                 on_step=lambda step: log.info("%s", " ".join(map(str, step.values()))),
                 trace=trace,
+                cancel=cancel,
             )
         finally:
             # A question that never began, since a model did not load, leaves no trace.

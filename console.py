@@ -6,18 +6,25 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import traceback
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from .runtime.errors import Cancelled, HoverlensError
 
+if TYPE_CHECKING:
+    from .runtime.mllm.base import CancelToken
+
 F = TypeVar("F", bound=Callable[..., Any])
 
+T = TypeVar("T")
+
 MAX_ERROR_CHARS = 600
+INTERRUPT_GRACE_S = 2.0
 CONTROL = ("Cc", "Cs", "Zl", "Zp")
 REORDERING = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 """Characters that make a line read otherwise than it is written."""
@@ -124,6 +131,8 @@ def set_verbosity(verbose: int, quiet: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("hoverlens: %(message)s"))
     logger.handlers[:] = [handler]
+    # llama.cpp fills pages; -v is for what hoverlens itself does.
+    logging.getLogger("hoverlens.llama").setLevel(logging.NOTSET if verbose > 1 else logging.WARNING)
 
 
 def is_quiet() -> bool:
@@ -180,6 +189,47 @@ def stdout_for_results_only() -> Iterator[None]:
         if saved >= 0:
             os.dup2(saved, 1)
             os.close(saved)
+
+
+def interruptible(work: Callable[[CancelToken], T]) -> T:
+    """Runs work that spends long in native code so that Ctrl-C takes effect at once.
+
+    Python handles a signal on the main thread only, between two instructions, and inside a native
+    callback it would lose the interruption. So the work gets a thread of its own and a token.
+    Native code that does not look at the token in time is left behind with the process.
+    """
+    from .runtime.mllm.base import CancelToken
+
+    token = CancelToken()
+    results: list[T] = []
+    errors: list[BaseException] = []
+    # Not Thread.join: interrupted, it takes the thread for finished before Python 3.13.
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(work(token))
+        except BaseException as e:
+            errors.append(e)
+        done.set()
+
+    threading.Thread(target=run, name="hoverlens-work", daemon=True).start()
+    try:
+        done.wait()
+    except (KeyboardInterrupt, SystemExit) as stop:
+        token.cancel()
+        with contextlib.suppress(KeyboardInterrupt):
+            done.wait(INTERRUPT_GRACE_S)
+        if not done.is_set():
+            # Ending in good order would wait for the native code, or crash below it.
+            terminated = isinstance(stop, SystemExit)
+            if not terminated:
+                click.echo("hoverlens: interrupted", err=True)
+            os._exit(143 if terminated else 130)
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def progress(what: str) -> Callable[[int, int], None]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from PIL import Image
 
 from hoverlens.cli import cli
 from hoverlens.console import MAX_ERROR_CHARS, error_line, printable
@@ -211,6 +212,53 @@ def test_signals_end_a_verb(number: signal.Signals, status: int) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status
     assert errors == ("hoverlens: interrupted\n" if number == signal.SIGINT else "")
+
+
+SLOW_ASK = """
+import ctypes, sys, time
+import numpy as np
+from PIL import Image
+import hoverlens, hoverlens.cli
+
+class Runtime:
+    def __enter__(self): return self
+    def __exit__(self, *exc): pass
+    def ask(self, frame, question, trace, cancel, **options):
+        trace.emit("question")
+        print("ready", file=sys.stderr, flush=True)
+        if sys.argv[1] == "native":
+            ctypes.CDLL(None).sleep(60)
+        while True:
+            time.sleep(0.01)
+            cancel.check()
+
+hoverlens.load = lambda *a, **k: Runtime()
+hoverlens.cli.main(["ask", sys.argv[2], "What?", "--trace", sys.argv[3]])
+"""
+
+
+@pytest.mark.parametrize("work", ["native", "python"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_question_can_be_interrupted(tmp_path: Path, work: str, number: signal.Signals, status: int) -> None:
+    photo, trace = tmp_path / "p.png", tmp_path / "t.jsonl"
+    Image.new("RGB", (8, 8)).save(photo)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_ASK, work, str(photo), str(trace)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "ready\n"
+    start = time.monotonic()
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=60)
+    assert time.monotonic() - start < 20
+    assert process.returncode == status
+    assert out == ""
+    assert errors == ("hoverlens: interrupted\n" if number == signal.SIGINT else "")
+    # What could be finished is whole; what could not is absent.
+    assert sorted(os.listdir(tmp_path)) == (["p.png", "t.jsonl"] if work == "python" else ["p.png"])
 
 
 def test_what_libraries_print_stays_out_of_the_json(tmp_path: Path) -> None:
