@@ -91,7 +91,7 @@ class Root(Verbs):
         except (click.Abort, Cancelled, KeyboardInterrupt):
             fail("hoverlens: interrupted", 130)
         except HoverlensError as e:
-            debug_traceback()
+            debug_traceback(2)
             fail(f"hoverlens: {error_line(str(e))}", e.exit_status)
         except MemoryError:
             debug_traceback()
@@ -111,8 +111,8 @@ class Root(Verbs):
 _verbosity = 0
 
 
-def debug_traceback() -> None:
-    if _verbosity > 0 or os.environ.get("HOVERLENS_DEBUG", "0") not in ("", "0"):
+def debug_traceback(verbosity: int = 1) -> None:
+    if _verbosity >= verbosity or os.environ.get("HOVERLENS_DEBUG", "0") not in ("", "0"):
         traceback.print_exc()
 
 
