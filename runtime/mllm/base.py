@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Cancelled
+from .forms import Form
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class GenerateRequest:
         sampling: How tokens are drawn.
         grammar: GBNF with a rule ``root``, or None.
         stop: Strings that end the text; they are cut from it.
+        form: Fixed parts and slots instead of plain text; then grammar and stop are not used, and
+            ``max_tokens`` is a limit on the whole output.
         keep: Return the state after the generated tokens in :attr:`Generation.state`.
         label: Who asks (an agent's name); for traces and counters.
     """
@@ -125,6 +128,7 @@ class GenerateRequest:
     sampling: Sampling = GREEDY
     grammar: str | None = None
     stop: tuple[str, ...] = ()
+    form: Form | None = None
     keep: bool = False
     label: str = ""
 
@@ -142,7 +146,9 @@ class Generation:
         logprob: Sum of the log-probabilities of the new tokens (natural logarithm, temperature 1,
             before the grammar's mask), end token excluded.
         state: The state after the new tokens, with ``keep``.
-        forced_tokens: New tokens that the grammar left no choice about.
+        forced_tokens: New tokens that were given, not drawn: a form's fixed parts.
+        slots: With a form, the value of each slot that was reached.
+        probabilities: With a form, for each pick the probability of what was picked.
     """
 
     text: str
@@ -153,6 +159,8 @@ class Generation:
     logprob: float
     state: State | None = None
     forced_tokens: int = 0
+    slots: dict[str, str] = field(default_factory=dict)
+    probabilities: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,12 +172,16 @@ class ChooseRequest:
         suffix: Parts that only this request sees.
         options: Continuations as plain text, two or more or one; all different.
         label: Who asks.
+        scoring: ``mean`` compares mean log-probabilities of whole options. ``tree`` is the probability of
+            each option when decoding is held to the options; it evaluates only the places where they
+            part, so it is cheap for many short options such as 0 to 10.
     """
 
     state: State
     options: tuple[str, ...]
     suffix: tuple[Part, ...] = ()
     label: str = ""
+    scoring: str = "mean"
 
 
 @dataclass(frozen=True)
@@ -179,8 +191,9 @@ class Choice:
     Attributes:
         index: The most probable option; the first of equals.
         probabilities: float64 (n,), sums to 1: softmax over :attr:`scores`.
-        scores: float64 (n,), mean log-probability for each token of the option. Where one option is the
-            beginning of another, the end of the turn counts as a token of every option.
+        scores: float64 (n,). With ``mean``, the mean log-probability for each token of the option; where
+            one option is the beginning of another, the end of the turn counts as a token of every
+            option. With ``tree``, the log-probability of the option among the options.
         logits_gap: Difference of the two best scores (inf with one option).
     """
 

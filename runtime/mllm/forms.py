@@ -77,7 +77,7 @@ class Held:
     max_tokens: int
 
 
-Piece = Union[Literal, Pick, Free, Held]
+Piece = Union[Literal, Pick, Free, Held]  # noqa: UP007 - evaluated at run time on Python 3.10
 Form = Callable[[], Generator[Piece, str, None]]
 
 
@@ -85,7 +85,6 @@ def sequence(*pieces: Piece) -> Form:
     """A form whose pieces do not depend on each other."""
 
     def form() -> Generator[Piece, str, None]:
-        for piece in pieces:
-            yield piece
+        yield from pieces
 
     return form

@@ -102,6 +102,7 @@ class Model:
             (lib.llama_vocab_is_control(self.vocab, i) for i in ids), np.bool_, self.n_vocab
         )
         self._pieces: dict[int, bytes] = {}
+        self._spelling: dict[bytes, list[int]] | None = None
 
     def meta(self, key: str) -> str | None:
         """A metadata value as text, or None."""
@@ -141,6 +142,14 @@ class Model:
                 n = lib.llama_token_to_piece(self.vocab, token, buffer, -n, 0, False)
             found = self._pieces[token] = buffer.raw[: max(n, 0)]
         return found
+
+    def tokens_spelling(self, data: bytes) -> list[int]:
+        """Every ordinary token whose bytes are exactly ``data``."""
+        if self._spelling is None:
+            self._spelling = {}
+            for token in np.flatnonzero(~(self.control | self.eog)):
+                self._spelling.setdefault(self.piece(int(token)), []).append(int(token))
+        return self._spelling.get(data, [])
 
     def close(self) -> None:
         if self.ptr:

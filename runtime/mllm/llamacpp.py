@@ -47,6 +47,8 @@ from .llama_native import (
     libraries,
 )
 from .sampling import Sampler, log_probability
+from .slots import Filler
+from .trie import Trie
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,9 @@ class _Job:
     started: bool = False
     sampler: Sampler | None = None
     grammar: Grammar | None = None
+    filler: Filler | None = None
+    collect: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    collected: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     text: bytearray = field(default_factory=bytearray)
     logprob: float = 0.0
     logprobs: list[float] = field(default_factory=list)
@@ -394,6 +399,7 @@ class LlamaCppBackend(Backend):
                         keep_logits=not request.suffix,
                         sampler=Sampler(request.sampling),
                         grammar=Grammar(self.model, request.grammar) if request.grammar else None,
+                        filler=self._filler(request),
                     )
                 )
             self._run_all(jobs, cancel)
@@ -404,11 +410,20 @@ class LlamaCppBackend(Backend):
             for job in jobs:
                 if job.grammar:
                     job.grammar.close()
+                if job.filler:
+                    job.filler.close()
                 self._free(job)
+
+    def _filler(self, request: GenerateRequest) -> Filler | None:
+        if request.form is None:
+            return None
+        model = self.model
+        return Filler(request.form, model, self._forbidden, request.sampling, lambda source: Grammar(model, source))
 
     def _generation(self, job: _Job) -> Generation:
         assert job.request is not None
-        text = bytes(job.text if job.cut is None else job.text[: job.cut]).decode("utf-8", "replace")
+        written = job.filler.text if job.filler else job.text
+        text = bytes(written if job.cut is None else written[: job.cut]).decode("utf-8", "replace")
         state: LlamaState | None = None
         if job.request.keep:
             node = job.tip
@@ -429,8 +444,11 @@ class LlamaCppBackend(Backend):
             finish=job.finish,
             prefill_tokens=job.prefilled,
             reused_tokens=job.tip.end_tokens - job.prefilled,
-            logprob=job.logprob,
+            logprob=job.filler.logprob if job.filler else job.logprob,
             state=state,
+            forced_tokens=job.filler.forced if job.filler else 0,
+            slots=dict(job.filler.slots) if job.filler else {},
+            probabilities=dict(job.filler.probabilities) if job.filler else {},
         )
 
     def choose(self, requests: Sequence[ChooseRequest], cancel: CancelToken | None = None) -> list[Choice]:
@@ -439,24 +457,31 @@ class LlamaCppBackend(Backend):
         self._materialise([s for s, r in zip(states, requests, strict=True) if r.suffix], cancel, False)
         self._materialise([s for s, r in zip(states, requests, strict=True) if not r.suffix], cancel, True)
         jobs: list[_Job] = []
+        tries: list[Trie | None] = []
         try:
             for i, (request, state) in enumerate(zip(requests, states, strict=True)):
                 tip = self.extend(state.node, request.suffix)
-                for option in self._option_tokens(request.options):
+                trie = self._trie(request) if request.scoring == "tree" else None
+                tries.append(trie)
+                for option, collect in self._scoring_runs(request, trie):
                     jobs.append(
                         _Job(
                             index=i,
                             tip=tip,
                             group=id(tip),
                             option=option,
+                            collect=collect,
                             keep_logits=not request.suffix,
                         )
                     )
             self._run_all(jobs, cancel)
             out: list[Choice] = []
-            for i in range(len(requests)):
+            for i, trie in enumerate(tries):
                 mine = [job for job in jobs if job.index == i]
-                scores = np.array([np.mean(job.logprobs) for job in mine], dtype=np.float64)
+                if trie is not None:
+                    scores = trie.scores({job.option[:-1]: job.collected for job in mine if job.option})
+                else:
+                    scores = np.array([np.mean(job.logprobs) for job in mine], dtype=np.float64)
                 p = np.exp(scores - scores.max())
                 p /= p.sum()
                 ranked = np.sort(scores)
@@ -467,7 +492,7 @@ class LlamaCppBackend(Backend):
                         index=int(np.argmax(scores)),
                         probabilities=p,
                         scores=scores,
-                        logits_gap=float(ranked[-1] - ranked[-2]) if len(mine) > 1 else float("inf"),
+                        logits_gap=float(ranked[-1] - ranked[-2]) if len(scores) > 1 else float("inf"),
                         prefill_tokens=prefilled,
                         reused_tokens=mine[0].tip.end_tokens - prefilled,
                     )
@@ -476,6 +501,22 @@ class LlamaCppBackend(Backend):
         finally:
             for job in jobs:
                 self._free(job)
+
+    def _scoring_runs(
+        self, request: ChooseRequest, trie: Trie | None
+    ) -> list[tuple[tuple[int, ...], dict[int, tuple[int, ...]]]]:
+        """What has to be evaluated to score a request's options: runs, and the logits wanted along them."""
+        if trie is None:
+            return [(run, {}) for run in self._option_tokens(request.options)]
+        # The last token of a run is never evaluated, so a placeholder stands there.
+        return [((*path, -1), wanted) for path, wanted in trie.runs()]
+
+    def _trie(self, request: ChooseRequest) -> Trie:
+        runs = [self.model.tokenize(option, special=False) for option in request.options]
+        for option, run in zip(request.options, runs, strict=True):
+            if not run:
+                raise ValueError(f"option {option!r} has no tokens")
+        return Trie(runs, self._end_token())
 
     def _option_tokens(self, options: tuple[str, ...]) -> list[tuple[int, ...]]:
         if not options:
@@ -563,7 +604,7 @@ class LlamaCppBackend(Backend):
         if job.option is None or len(job.option) != 1:
             return False
         assert job.tip.logits is not None
-        job.logprobs = [log_probability(job.tip.logits, job.option[0])]
+        self._score(job, 0, job.tip.logits)
         job.started, job.finish = True, "stop"
         return True
 
@@ -606,7 +647,6 @@ class LlamaCppBackend(Backend):
         job.fed = 0
         if job.started:  # put back once: what it decoded is fed again
             job.logits = None
-            del job.logprobs[1:]
         elif not job.missing:
             self._prompt_done(job)
 
@@ -620,13 +660,37 @@ class LlamaCppBackend(Backend):
         logits = job.tip.logits
         assert logits is not None
         if job.option is not None:
-            job.logprobs = [log_probability(logits, job.option[0])]
+            self._score(job, 0, logits)
             job.feed = list(job.option[:-1])
             if not job.feed:
                 job.finish = "stop"
         else:
             job.logits = logits
-            self._draw(job)
+            if job.filler is not None:
+                self._take(job, job.filler.start())
+                self.counters.forced_tokens += job.filler.forced
+            if job.fed == len(job.feed) and not job.finish:
+                self._draw(job)
+
+    def _score(self, job: _Job, position: int, logits: NDArray[np.float32]) -> None:
+        """Keeps what a scored run needs of the logits after ``position`` of its tokens."""
+        assert job.option is not None
+        if job.collect:
+            if position in job.collect:
+                job.collected[position] = logits[list(job.collect[position])]
+        elif position < len(job.option):
+            del job.logprobs[position:]
+            job.logprobs.append(log_probability(logits, job.option[position]))
+
+    def _take(self, job: _Job, tokens: list[int]) -> None:
+        """Puts a form's tokens behind the prompt and looks whether it ends."""
+        assert job.filler is not None
+        assert job.request is not None
+        job.feed += tokens
+        if job.filler.done:
+            job.finish = "stop"
+        elif len(job.feed) >= job.request.max_tokens or job.tip.end_tokens + len(job.feed) >= self.context.n_ctx:
+            job.finish = "length"
 
     def _step(self, active: list[_Job], pending: deque[_Job], cancel: CancelToken | None) -> None:
         """One forward pass over everything that can advance."""
@@ -744,7 +808,10 @@ class LlamaCppBackend(Backend):
     def _advance(self, job: _Job, first: int, count: int) -> None:
         """Books ``count`` evaluated prompt tokens of a job."""
         assert job.seq is not None
-        job.prefilled += count
+        if job.started:  # put back once: the prompt is evaluated again
+            self.counters.recomputed_tokens += count
+        else:
+            job.prefilled += count
         index = first
         while count:
             node = job.missing[0]
@@ -771,8 +838,7 @@ class LlamaCppBackend(Backend):
         self._pool.extra_cells += count
         if job.option is not None:
             for k in range(count):
-                logits = self.context.logits(first + k)
-                job.logprobs.append(log_probability(logits, job.option[job.fed + k + 1]))
+                self._score(job, job.fed + k + 1, self.context.logits(first + k))
             self.counters.forced_tokens += count
             job.fed += count
             if job.fed == len(job.feed):
@@ -789,6 +855,12 @@ class LlamaCppBackend(Backend):
         assert job.sampler is not None
         assert job.logits is not None
         request, raw = job.request, job.logits
+        if job.filler is not None:
+            drawn, forced = job.filler.drawn, job.filler.forced
+            self._take(job, job.filler.draw(raw))
+            self.counters.decoded_tokens += job.filler.drawn - drawn
+            self.counters.forced_tokens += job.filler.forced - forced
+            return
         if len(job.feed) >= request.max_tokens:
             job.finish = "length"
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,39 +18,68 @@ def log_probability(logits: NDArray[np.float32], token: int) -> float:
     return float(logits[token]) - float(top) - math.log(total)
 
 
+_NEGLIGIBLE = 40.0
+"""Tokens this far below the best (in units of the temperature) are never drawn: probability below e-40."""
+
+
 class Sampler:
-    """Draws from logits by :class:`Sampling`; the stream depends on the seed alone."""
+    """Draws from logits by :class:`Sampling`.
+
+    By the Gumbel maximum: every token has noise of its own, and the largest sum of logit and noise wins. The
+    noise depends on the seed, the number of the draw and the token alone. So a draw changes only where two
+    sums are closer than the rounding of the logits, which differs a little with what else is in a batch;
+    drawing by cumulative probabilities would let the rounding of all tokens add up.
+    """
 
     def __init__(self, sampling: Sampling) -> None:
         self._s = sampling
-        self._rng = np.random.Generator(np.random.PCG64(sampling.seed))
+        self._draws = 0
 
     def draw(self, logits: NDArray[np.float32]) -> int:
-        """One token id from float32 (n_vocab,) logits; forbidden tokens are -inf.
-
-        Exactly one number of the stream is used, whatever the logits are, so that two runs that agree so
-        far stay in step.
-        """
-        u = float(self._rng.random())
+        """One token id from float32 (n_vocab,) logits; forbidden tokens are -inf."""
         s = self._s
         best = int(np.argmax(logits))
+        self._draws += 1
         if s.temperature <= 0.0:
             return best
-        # Weights relative to the best token, in vocabulary order: sorting 150,000 of them for each
-        # token would cost more than a small model's decode step.
-        w = np.exp((logits.astype(np.float64) - float(logits[best])) / s.temperature)
-        if 0 < s.top_k < np.count_nonzero(w):
-            w[w < np.partition(w, -s.top_k)[-s.top_k]] = 0.0
+        floor = logits[best] - np.float32(_NEGLIGIBLE * s.temperature)
+        ids = np.flatnonzero(logits >= floor)
+        x = (logits[ids].astype(np.float64) - float(logits[best])) / s.temperature
+        if s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0:
+            order = np.argsort(-x, kind="stable")
+            ids, x = ids[order], x[order]
+            keep = self._kept(np.exp(x))
+            ids, x = ids[:keep], x[:keep]
+        return int(ids[np.argmax(x + self._noise(ids))])
+
+    def _kept(self, weights: NDArray[np.float64]) -> int:
+        """How many of the falling weights top_k, min_p and top_p leave; at least one."""
+        s = self._s
+        keep = len(weights)
+        if s.top_k > 0:
+            keep = min(keep, s.top_k)
         if s.min_p > 0.0:
-            w[w < s.min_p] = 0.0
+            keep = min(keep, int(np.count_nonzero(weights >= s.min_p * weights[0])))
         if s.top_p < 1.0:
-            ids = np.flatnonzero(w > 0.0)
-            ids = ids[np.argsort(-w[ids], kind="stable")]
-            mass = np.cumsum(w[ids])
-            keep = int(np.searchsorted(mass, s.top_p * mass[-1])) + 1
-            w[ids[keep:]] = 0.0
-        mass = np.cumsum(w)
-        i = int(np.searchsorted(mass, u * mass[-1], side="right"))
-        if i >= len(w) or w[i] == 0.0:  # u * total may round up to the total itself
-            i = int(np.flatnonzero(w)[-1])
-        return i
+            mass = np.cumsum(weights[:keep])
+            keep = min(keep, int(np.searchsorted(mass, s.top_p * mass[-1])) + 1)
+        return max(keep, 1)
+
+    def _noise(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Standard Gumbel noise for token ids at this draw: a hash of (seed, draw, token)."""
+        start = _mix(np.uint64(self._s.seed & _MASK))
+        stream = _mix(start ^ np.uint64(self._draws))
+        u = (_mix(stream ^ ids.astype(np.uint64)) >> np.uint64(11)).astype(np.float64)
+        return np.asarray(-np.log(-np.log((u + 0.5) * 2.0**-53)))
+
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: Any) -> Any:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on uint64 values, after its increment."""
+    with np.errstate(over="ignore"):
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
