@@ -17,7 +17,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("hoverlens.cli")
 
 MAX_STDIN_BYTES = 256 * 2**20
-OVERLAY_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 @click.group(
@@ -176,8 +174,10 @@ def check_outputs(image: str, trace_path: str | None, overlay_path: str | None) 
             raise BadInput(f"{what} would overwrite the input {image}; name another file")
     if len(outputs) == 2 and os.path.realpath(outputs[0][0]) == os.path.realpath(outputs[1][0]):
         raise BadInput(f"trace and overlay are both {trace_path}; name two files")
-    if overlay_path is not None and Path(overlay_path).suffix.lower() not in OVERLAY_SUFFIXES:
-        raise BadInput(f"the overlay {overlay_path} is no image file; end it in {', '.join(OVERLAY_SUFFIXES)}")
+    if overlay_path is not None:
+        from .runtime.overlay import check_image_path
+
+        check_image_path(overlay_path)
 
 
 def read_frame(image: str, at_s: float | None) -> Frame:
@@ -238,20 +238,20 @@ def _answer(
                 atomic_write_text(trace_path, "".join(lines))
         try:
             if overlay_path is not None:
-                write_overlay(overlay_path, runtime, frame, answer)
+                write_overlay(overlay_path, runtime, frame, asked.text, answer)
         except HoverlensError as e:
             return answer, e
     return answer, None
 
 
-def write_overlay(path: str, runtime: Runtime, frame: Frame, answer: Answer) -> None:
+def write_overlay(path: str, runtime: Runtime, frame: Frame, question: str, answer: Answer) -> None:
     """Draws what the bundle's models see; a bundle may lack a detector or a depth model."""
-    from .runtime.overlay import draw, save
+    from .runtime.overlay import draw_overlay, save_image
 
     has = runtime.bundle.file
-    detections = runtime.detect(frame) if has("detector") else None
+    boxes = runtime.detect(frame) if has("detector") else None
     depth = runtime.depth(frame) if has("depth") else None
-    save(path, draw(frame, answer=answer, detections=detections, depth=depth))
+    save_image(draw_overlay(frame, boxes, depth, answer, question), path)
 
 
 def answer_text(answer: Answer) -> str:

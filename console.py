@@ -176,19 +176,24 @@ def example(text: str) -> str:
 
 @contextlib.contextmanager
 def stdout_for_results_only() -> Iterator[None]:
-    """Sends what libraries print, from Python or from C, to standard error."""
+    """Keeps what libraries print, from Python or from C, off standard output.
+
+    With ``-v`` it goes to standard error, else nowhere: an error has three lines at most.
+    """
     sys.stdout.flush()
     saved = -1
-    with contextlib.suppress(OSError):
-        saved = os.dup(1)
-        os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        if saved >= 0:
-            os.dup2(saved, 1)
-            os.close(saved)
+    with open(os.devnull, "w") as nowhere:
+        sink = sys.stderr if _verbosity > 0 else nowhere
+        with contextlib.suppress(OSError):
+            saved = os.dup(1)
+            os.dup2(2 if _verbosity > 0 else nowhere.fileno(), 1)
+        try:
+            with contextlib.redirect_stdout(sink):
+                yield
+        finally:
+            if saved >= 0:
+                os.dup2(saved, 1)
+                os.close(saved)
 
 
 def interruptible(work: Callable[[CancelToken], T]) -> T:

@@ -261,7 +261,8 @@ def test_a_question_can_be_interrupted(tmp_path: Path, work: str, number: signal
     assert sorted(os.listdir(tmp_path)) == (["p.png", "t.jsonl"] if work == "python" else ["p.png"])
 
 
-def test_what_libraries_print_stays_out_of_the_json(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verbose", [True, False])
+def test_what_libraries_print_stays_out_of_the_json(tmp_path: Path, verbose: bool) -> None:
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"t": 0.0, "event": "trace", "version": 1}\n')
     code = (
@@ -270,11 +271,12 @@ def test_what_libraries_print_stays_out_of_the_json(tmp_path: Path) -> None:
         "def noisy(path):\n"
         "    print('python noise'); os.write(1, b'native noise'); return real(path)\n"
         "m.inspect_file = noisy\n"
-        f"hoverlens.cli.main(['inspect', {str(trace)!r}, '--json'])\n"
+        f"hoverlens.cli.main(['inspect', {str(trace)!r}, '--json', {'-v' if verbose else '-q'!r}])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["kind"] == "trace"
-    assert "native noise" in done.stderr
+    assert ("native noise" in done.stderr) == verbose
+    assert ("python noise" in done.stderr) == verbose
 
 
 def test_file_names_that_are_no_text_are_reported() -> None:
