@@ -16,9 +16,10 @@ from ..boxes import Boxes, Space
 from ..engines import Engine, TensorSpec, open_engine
 from ..errors import BadInput
 from ..frame import Frame
+from ..geometry import Letterbox
 from .decoders import Family, Raw, detect_family
 from .labels import default_names, load_labels, names_from_metadata
-from .preprocess import Placement, Preprocessing
+from .preprocess import Preprocessing
 from .slicing import CUT_PENALTY, EDGE_TOLERANCE, SliceOptions, rank_cut
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -205,14 +206,14 @@ class Detector:
             part = pictures[start : start + step]
             made = [self.preprocessing.tensor(p, self._image.dtype) for p in part]
             tensors = [t for t, _ in made]
-            placements = [p for _, p in made]
+            letterboxes = [b for _, b in made]
             batch = np.stack(tensors)
             if self.batch and len(part) < self.batch:
                 missing = np.zeros((self.batch - len(part), *batch.shape[1:]), batch.dtype)
                 batch = np.concatenate([batch, missing])
             outputs = _feed(self.engine, batch, self._image, self._sizes, self.size)
             raws = self.family.decode(outputs, self.size, low)
-            out += [_place(raw, p) for raw, p in zip(raws[: len(part)], placements, strict=True)]
+            out += [_place(r, b) for r, b in zip(raws[: len(part)], letterboxes, strict=True)]
         return out
 
     def _sliced(
@@ -391,8 +392,9 @@ def _own_settings(metadata: Mapping[str, str]) -> dict[str, Any]:
     return dict(value)
 
 
-def _place(raw: Raw, placement: Placement) -> Raw:
-    return Raw(placement.to_image(raw.xyxy), raw.scores, raw.classes)
+def _place(raw: Raw, letterbox: Letterbox) -> Raw:
+    """From pixels of the network input to pixels of the picture."""
+    return Raw(letterbox.backward(raw.xyxy).xyxy, raw.scores, raw.classes)
 
 
 def _select(raw: Raw, which: NDArray[Any]) -> Raw:

@@ -1,4 +1,4 @@
-"""From an RGB image to a model's input tensor, and back from its coordinates."""
+"""From an RGB image to a model's input tensor."""
 
 from __future__ import annotations
 
@@ -12,38 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BadInput
+from ..geometry import Letterbox
 
 Mode = Literal["topleft", "center", "stretch"]
 Order = Literal["rgb", "bgr"]
 Layout = Literal["NCHW", "NHWC"]
 
 MAX_SIDE = 8192
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where an image lies inside a network's input.
-
-    ``x_input = x_image * scale_x + offset_x``, likewise for y; continuous pixel coordinates, (0, 0) being the
-    top left corner of the top left pixel.
-    """
-
-    scale_x: float
-    scale_y: float
-    offset_x: float
-    offset_y: float
-
-    def to_image(self, xyxy: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Maps boxes (N x 4) from input pixels to image pixels."""
-        offset = np.array([self.offset_x, self.offset_y] * 2, np.float64)
-        scale = np.array([self.scale_x, self.scale_y] * 2, np.float64)
-        return ((xyxy - offset) / scale).astype(np.float32)
-
-    def to_input(self, xyxy: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Maps boxes (N x 4) from image pixels to input pixels."""
-        offset = np.array([self.offset_x, self.offset_y] * 2, np.float64)
-        scale = np.array([self.scale_x, self.scale_y] * 2, np.float64)
-        return (xyxy * scale + offset).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -124,25 +99,13 @@ class Preprocessing:
             raise BadInput("preprocessing: no size, needed [width, height] of the network input")
         return cls(**read)
 
-    def place(self, width: int, height: int) -> tuple[Placement, tuple[int, int, int, int]]:
-        """Where an image of this size goes.
-
-        Returns:
-            The placement, and ``(left, top, width, height)`` of the resized image in whole input pixels.
-        """
-        in_w, in_h = self.size
+    def letterbox(self, width: int, height: int) -> Letterbox:
+        """How an image of this size lies inside the network input."""
         if self.mode == "stretch":
-            new_w, new_h = in_w, in_h
-        else:
-            ratio = min(in_w / width, in_h / height)
-            new_w = min(in_w, max(1, round(width * ratio)))
-            new_h = min(in_h, max(1, round(height * ratio)))
-        left = (in_w - new_w) // 2 if self.mode == "center" else 0
-        top = (in_h - new_h) // 2 if self.mode == "center" else 0
-        # The scale is that of the rounded size, so that coordinates map back without a drift.
-        return Placement(new_w / width, new_h / height, left, top), (left, top, new_w, new_h)
+            return Letterbox.stretch((width, height), self.size)
+        return Letterbox.fit((width, height), self.size, center=self.mode == "center")
 
-    def tensor(self, rgb: NDArray[np.uint8], dtype: str = "float32") -> tuple[NDArray[Any], Placement]:
+    def tensor(self, rgb: NDArray[np.uint8], dtype: str = "float32") -> tuple[NDArray[Any], Letterbox]:
         """Makes one model input.
 
         Args:
@@ -151,7 +114,7 @@ class Preprocessing:
                 pixels go in as they are: such a model carries its own normalisation.
 
         Returns:
-            The tensor, 3 x H x W (NCHW) or H x W x 3 (NHWC) of the input size, and the placement.
+            The tensor, 3 x H x W (NCHW) or H x W x 3 (NHWC) of the input size, and how the image lies in it.
 
         Raises:
             BadInput: The image is no H x W x 3 uint8 array with at least one pixel, or the dtype is another.
@@ -161,9 +124,11 @@ class Preprocessing:
             raise BadInput(f"image is {rgb.dtype} {got}, needed uint8 HxWx3 RGB")
         if dtype not in ("float32", "float16", "float64", "uint8"):
             raise BadInput(f"model input is {dtype}, needed float32, float16, float64 or uint8")
-        placement, (left, top, new_w, new_h) = self.place(rgb.shape[1], rgb.shape[0])
+        letterbox = self.letterbox(rgb.shape[1], rgb.shape[0])
+        new_w, new_h = letterbox.resized
         image = resize(rgb, new_w, new_h)
         if (new_w, new_h) != self.size:
+            left, top = letterbox.pad_left, letterbox.pad_top
             canvas = np.full((self.size[1], self.size[0], 3), self.pad, np.uint8)
             canvas[top : top + new_h, left : left + new_w] = image
             image = canvas
@@ -172,7 +137,7 @@ class Preprocessing:
         if self.layout == "NCHW":
             image = image.transpose(2, 0, 1)
         if dtype == "uint8":
-            return np.ascontiguousarray(image), placement
+            return np.ascontiguousarray(image), letterbox
         out = image.astype(np.float32)
         if self.scale != 1.0:
             out *= np.float32(self.scale)
@@ -180,7 +145,7 @@ class Preprocessing:
             shape = (3, 1, 1) if self.layout == "NCHW" else (1, 1, 3)
             out -= np.asarray(self.mean, np.float32).reshape(shape)
             out /= np.asarray(self.std, np.float32).reshape(shape)
-        return np.ascontiguousarray(out, dtype=np.dtype(dtype)), placement
+        return np.ascontiguousarray(out, dtype=np.dtype(dtype)), letterbox
 
 
 def resize(rgb: NDArray[np.uint8], width: int, height: int) -> NDArray[np.uint8]:
