@@ -188,12 +188,12 @@ class TestMeasures:
     @given(sized_boxes(), st.floats(-3, 3), st.floats(-3, 3))
     def test_clip_stays_inside_and_is_idempotent(self, boxes: Boxes, dx: float, dy: float) -> None:
         w, h = boxes.size
-        moved = Boxes(boxes.to(Space.PIXEL).xyxy + np.float32([dx * w, dy * h] * 2), Space.PIXEL, boxes.size).to(
-            boxes.space
-        )
+        moved = Boxes(
+            boxes.to(Space.PIXEL).xyxy + np.array([dx * w, dy * h] * 2, np.float32), Space.PIXEL, boxes.size
+        ).to(boxes.space)
         clipped = moved.clip()
         pixels = clipped.to(Space.PIXEL).xyxy
-        assert ((pixels >= 0) & (pixels <= np.float32([w, h, w, h]) * (1 + 1e-6))).all()
+        assert ((pixels >= 0) & (pixels <= np.array([w, h, w, h], np.float32) * (1 + 1e-6))).all()
         assert clipped.clip() == clipped
 
 
@@ -332,7 +332,7 @@ class TestValidation:
 class TestText:
     def test_format(self) -> None:
         assert format_box([0.1234, 0.456, 0.789, 0.9994]) == "<0.123><0.456><0.789><0.999>"
-        assert format_box(np.float32([0, 0, 1, 1.00001])) == "<0.000><0.000><1.000><1.000>"
+        assert format_box(np.array([0, 0, 1, 1.00001], np.float32)) == "<0.000><0.000><1.000><1.000>"
 
     @pytest.mark.parametrize("box", [[0, 0, 1], [0, 0, 1, 2], [-1, 0, 1, 1], [0, 0, math.nan, 1], [0.5, 0, 0.4, 1]])
     def test_format_refuses(self, box: list[float]) -> None:

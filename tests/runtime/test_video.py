@@ -216,9 +216,12 @@ class TestLive:
             assert time.monotonic() - started < 5
 
     def test_a_reader_that_waits_is_told_of_the_timeout(self) -> None:
-        with Mjpeg(frames=5, hang=True) as camera, VideoSource.open(camera.url) as video:
-            with pytest.raises(HoverlensError, match=r"no new frame .* within 0.2 s"):
-                drain(video, timeout_s=0.2)
+        with (
+            Mjpeg(frames=5, hang=True) as camera,
+            VideoSource.open(camera.url) as video,
+            pytest.raises(HoverlensError, match=r"no new frame .* within 0.2 s"),
+        ):
+            drain(video, timeout_s=0.2)
 
     def test_closing_wakes_a_waiting_reader(self) -> None:
         with Mjpeg(frames=5, hang=True) as camera:
