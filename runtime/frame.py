@@ -287,6 +287,9 @@ def _errors_name_file(name: str) -> Iterator[None]:
         raise HoverlensError(
             f"not enough memory to decode {name}; use a smaller picture, or lower {MAX_PIXELS_VARIABLE}"
         ) from None
+    except Image.DecompressionBombError:
+        # Pillow's WebP and GIF readers keep its own, fixed limit whatever ours is.
+        raise BadInput(f"{name} is larger than its format is decoded here; convert it to PNG or JPEG") from None
     except Exception as e:  # decoders raise nearly anything on damaged files
         if isinstance(e, OSError) and e.errno is not None:
             raise BadInput(f"cannot read {name}: {e.strerror or e}") from None

@@ -470,6 +470,14 @@ class TestSizeLimit:
         finally:
             tracemalloc.stop()
 
+    def test_webp_canvas_is_refused_before_it_is_allocated(self) -> None:
+        pages = [Image.new("RGB", (16, 16), (n, n, n)) for n in (1, 9)]
+        data = bytearray(save(pages[0], "WEBP", save_all=True, append_images=pages[1:]))
+        assert data[12:16] == b"VP8X"
+        data[24:30] = (16382).to_bytes(3, "little") * 2
+        with pytest.raises(BadInput, match=r"larger than|megapixels"):
+            Frame.from_bytes(bytes(data))
+
     def test_limit_by_argument_and_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         data = EXACT["png rgb"][0]
         assert Frame.from_bytes(data, max_pixels=35).size == (7, 5)
