@@ -465,6 +465,10 @@ def bench_depth_verb(model: str, dataset: str, limit: int | None, json_path: str
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The console script."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # Closed by whoever started the program.
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     # A terminated run cleans up its temporary files like an interrupted one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if not sys.warnoptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 T = TypeVar("T")
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_ERROR_CHARS = 600
 INTERRUPT_GRACE_S = 2.0
 CONTROL = ("Cc", "Cs", "Zl", "Zp")
@@ -101,6 +103,8 @@ class Root(Verbs):
             )
         except Exception as e:
             debug_traceback()
+            if isinstance(e, OSError) and e.errno in FULL:
+                fail(f"hoverlens: cannot write the result: {e.strerror}; free some space", 1)
             fail(
                 f"hoverlens: internal error: {type(e).__name__}: {error_line(str(e))}; "
                 "set HOVERLENS_DEBUG=1 for the traceback and report it",

@@ -26,26 +26,41 @@ def check_writable(path: str | os.PathLike[str], what: str) -> Path:
     folder = target.parent
     if not str(path) or target.is_dir():
         raise BadInput(f"cannot write {what} {str(path)!r}: it is a folder; name a file")
+    if is_special(target):
+        if not os.access(target, os.W_OK):
+            raise BadInput(f"cannot write {what} {target}: it is not writable; choose another")
+        return target
     if not folder.is_dir():
         raise BadInput(f"cannot write {what} {target}: no folder {folder}; make it first")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise BadInput(
-            f"cannot write {what} {target}: folder {folder} is not writable; choose another"
-        )
+        raise BadInput(f"cannot write {what} {target}: folder {folder} is not writable; choose another")
     return target
+
+
+def is_special(path: Path) -> bool:
+    """Whether this is a device or pipe: written into, never replaced (``/dev/null``)."""
+    return path.exists() and not path.is_file()
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Writes a temporary file beside ``path`` and renames it into place.
 
+    A link keeps pointing where it did. Devices and pipes are written into.
+
     Raises:
         BadInput: The folder is missing or not writable.
     """
     target = Path(path)
+    if is_special(target):
+        try:
+            with target.open("wb") as special:
+                special.write(data)
+        except OSError as e:
+            raise BadInput(f"cannot write {target}: {e.strerror}; choose another place") from None
+        return
+    target = Path(os.path.realpath(target))
     try:
-        handle, temporary = tempfile.mkstemp(
-            prefix=f".{target.name}.", suffix=".part", dir=target.parent
-        )
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     except OSError as e:
         raise BadInput(f"cannot write {target}: {e.strerror}; choose another folder") from None
     try:

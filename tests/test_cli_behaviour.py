@@ -183,6 +183,15 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert process.wait(60) == 1
 
 
+def test_a_full_disk_and_closed_streams_are_no_internal_errors() -> None:
+    command = f"{shlex.quote(sys.executable)} -m hoverlens.cli"
+    full = subprocess.run(f"{command} --help > /dev/full", shell=True, capture_output=True, text=True)
+    assert (full.returncode, "No space left" in full.stderr) == (1, True)
+    closed = subprocess.run(f"{command} ask - q <&- >&-", shell=True, capture_output=True, text=True)
+    assert (closed.returncode, len(closed.stderr.splitlines())) == (2, 1)
+    assert "internal" not in full.stderr + closed.stderr
+
+
 def test_output_has_no_colour_when_it_is_no_terminal() -> None:
     done = program("--help", env=os.environ | {"FORCE_COLOR": "0"})
     assert done.returncode == 0
