@@ -21,7 +21,8 @@ GREY = Frame.from_array(np.full((360, 640, 3), 100, np.uint8))
 
 
 def changed(overlay: np.ndarray) -> np.ndarray:
-    return np.any(overlay[: GREY.height, : GREY.width] != GREY.rgb, axis=2)
+    mask: np.ndarray = (overlay[: GREY.height, : GREY.width] != GREY.rgb).any(axis=2)
+    return mask
 
 
 class TestDrawing:
