@@ -18,11 +18,26 @@ from .process import peak_rss_bytes
 from .profiles import Profile
 from .question import Question
 from .reasoning import direct
-from .reasoning.direct import Draft
+from .reasoning.outcome import Outcome
 from .reasoning.session import Session, StepCallback
+from .reasoning.settings import MODES as REASONING_MODES
+from .tools.base import NO_PERCEPTION, Perception
 from .trace import Trace
 
-MODES: dict[str, Callable[[Session], Draft]] = {"direct": direct.answer}
+
+def _reasoning(mode: str) -> Callable[[Session], Outcome]:
+    def answer(session: Session) -> Outcome:
+        from .reasoning import uavmas
+
+        return uavmas.answer_in_mode(session, mode)
+
+    return answer
+
+
+MODES: dict[str, Callable[[Session], Outcome]] = {
+    "direct": direct.answer,
+    **{name: _reasoning(name) for name in REASONING_MODES},
+}
 """Name of a mode to the function that runs it."""
 
 DEFAULT_MODE = "direct"
@@ -53,6 +68,7 @@ def ask(
     on_step: StepCallback | None = None,
     trace: Trace | None = None,
     cancel: CancelToken | None = None,
+    perception: Perception = NO_PERCEPTION,
     prompt_version: str = prompts.VERSION,
     image_min_tokens: int | None = None,
     bundle: dict[str, str] | None = None,
@@ -70,7 +86,7 @@ def ask(
     cancel = cancel or CancelToken()
     start = time.perf_counter()
     before = backend.counters.copy()
-    session = Session(backend, chat, profile, frame, question, trace, seed, cancel, on_step, prompt_version)
+    session = Session(backend, chat, profile, frame, question, perception, trace, seed, cancel, on_step, prompt_version)
     frame_facts = {
         "digest": frame.digest,
         "width": frame.width,
@@ -93,7 +109,7 @@ def ask(
         with _deadline(cancel, deadline_s) as expired:
             try:
                 session.open(image_min_tokens)
-                draft = MODES[mode](session)
+                outcome = MODES[mode](session)
             except Cancelled:
                 if expired.is_set():
                     raise HoverlensError(
@@ -107,19 +123,19 @@ def ask(
         session.close()
     wall = time.perf_counter() - start
     result = Answer(
-        answer=draft.text,
+        answer=outcome.value.text,
         kind=question.kind,
-        options=draft.options,
-        box=draft.box,
-        confidence=draft.confidence,
-        exit="complete",
+        options=outcome.value.options,
+        box=outcome.value.box,
+        confidence=outcome.confidence,
+        exit=outcome.exit,
         mode=mode,
-        stats=_stats(backend.counters - before, wall),
-        stages_s=_stages(backend.counters - before, wall),
+        stats=_stats(session, backend.counters - before, wall),
+        stages_s=_stages(session, backend.counters - before, wall),
         bundle=dict(bundle or {}),
         frame=frame_facts,
         warnings=tuple(session.warnings),
-        probabilities=draft.probabilities,
+        probabilities=outcome.probabilities,
     )
     trace.emit("answer", **result.to_dict())
     return result
@@ -146,21 +162,25 @@ def _deadline(cancel: CancelToken, seconds: float | None) -> Iterator[threading.
         timer.cancel()
 
 
-def _stats(used: Counters, wall_s: float) -> Stats:
+def _stats(session: Session, used: Counters, wall_s: float) -> Stats:
     return Stats(
         wall_s=wall_s,
         mllm_calls=used.mllm_calls,
+        tool_calls=session.tool_calls,
         image_encodes=used.image_encodes,
         prefill_tokens=used.prefill_tokens,
         reused_tokens=used.reused_tokens,
         decoded_tokens=used.decoded_tokens,
         forced_tokens=used.forced_tokens,
+        nodes=session.nodes,
+        pruned=session.pruned,
         peak_rss_mb=peak_rss_bytes() / 1e6,
     )
 
 
-def _stages(used: Counters, wall_s: float) -> dict[str, float]:
+def _stages(session: Session, used: Counters, wall_s: float) -> dict[str, float]:
     stages = dict.fromkeys(STAGES, 0.0)
     stages |= {"encode": used.encode_s, "prefill": used.prefill_s, "decode": used.decode_s}
+    stages["tools"] = session.tools_s
     stages["other"] = max(0.0, wall_s - sum(stages.values()))
     return stages

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import BadInput
+from .reasoning.settings import FAITHFUL, ONBOARD, Settings
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Profile:
         temperature: Sampling temperature of free text; 0 is greedy.
         max_tokens: Most new tokens of one MLLM call.
         box_tokens: Most new tokens of a box.
+        reasoner: Settings of the modes that reason.
         yes_threshold: An option of kind ``options`` is chosen from this probability of "yes" on.
     """
 
@@ -36,11 +38,12 @@ class Profile:
     max_tokens: int = 256
     box_tokens: int = 64
     yes_threshold: float = 0.5
+    reasoner: Settings = ONBOARD
 
 
 PROFILES: dict[str, Profile] = {
     "onboard": Profile(name="onboard"),
-    "faithful": Profile(name="faithful", temperature=0.7, max_tokens=8192, n_ctx=32768),
+    "faithful": Profile(name="faithful", temperature=0.7, max_tokens=8192, n_ctx=32768, reasoner=FAITHFUL),
 }
 
 

@@ -6,12 +6,13 @@ The baseline of the paper's tables, and a_0 of its Algorithm 1.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from ..boxes import format_box
 from ..errors import HoverlensError
 from ..mllm.base import ChooseRequest, GenerateRequest
+from .outcome import Outcome
 from .session import Session
+from .value import Value, of_options
 
 # Three decimals between 0 and 1, as UAVQA-Bench writes boxes.
 BOX_GRAMMAR = r"""root ::= num num num num
@@ -19,18 +20,7 @@ num ::= "<" ("0." [0-9] [0-9] [0-9] | "1.000") ">"
 """
 
 
-@dataclass(frozen=True)
-class Draft:
-    """An answer before it is wrapped for the caller."""
-
-    text: str
-    options: tuple[str, ...] = ()
-    box: tuple[float, float, float, float] | None = None
-    confidence: float | None = None
-    probabilities: dict[str, float] | None = None
-
-
-def answer(session: Session) -> Draft:
+def answer(session: Session) -> Outcome:
     """Answers the question from the shared prefix.
 
     An option is the one with the highest length-normalised probability; of several options each is asked
@@ -47,20 +37,19 @@ def answer(session: Session) -> Draft:
     return _text(session)
 
 
-def _option(session: Session) -> Draft:
+def _option(session: Session) -> Outcome:
     options = session.question.options
     request = ChooseRequest(session.shared, options, suffix=session.suffix("direct_option"), label="base")
     choice = session.choose([request])[0]
     chosen = options[choice.index]
-    return Draft(
-        text=chosen,
-        options=(chosen,),
+    return Outcome(
+        of_options(session.question, (chosen,)),
         confidence=float(choice.probabilities[choice.index]),
         probabilities=dict(zip(options, map(float, choice.probabilities), strict=True)),
     )
 
 
-def _options(session: Session) -> Draft:
+def _options(session: Session) -> Outcome:
     options = session.question.options
     requests = [
         ChooseRequest(
@@ -78,21 +67,20 @@ def _options(session: Session) -> Draft:
         # An answer has at least one option.
         chosen = [max(range(len(yes)), key=lambda i: (yes[i], -i))]
         session.warnings.append("no option reached the threshold; the most probable one is given")
-    return Draft(
-        text=", ".join(options[i] for i in chosen),
-        options=tuple(options[i] for i in chosen),
+    return Outcome(
+        of_options(session.question, tuple(options[i] for i in chosen)),
         # Each option was judged by itself: the set is right if every judgement is.
         confidence=math.prod(p if i in chosen else 1.0 - p for i, p in enumerate(yes)),
         probabilities=dict(zip(options, yes, strict=True)),
     )
 
 
-def _box(session: Session) -> Draft:
+def _box(session: Session) -> Outcome:
     request = GenerateRequest(
         session.shared,
         suffix=session.suffix("direct_box"),
         max_tokens=session.profile.box_tokens,
-        sampling=session.sampling(0),
+        sampling=session.draws(session.profile.temperature, "base"),
         grammar=BOX_GRAMMAR,
         label="base",
     )
@@ -108,15 +96,15 @@ def _box(session: Session) -> Draft:
     if box != (x1, y1, x2, y2):
         session.warnings.append("the model gave the corners of the box in another order")
         session.trace.emit("repair", what="box corners reordered", found=result.text)
-    return Draft(text=format_box(box), box=box)
+    return Outcome(Value(format_box(box), box=box))
 
 
-def _text(session: Session) -> Draft:
+def _text(session: Session) -> Outcome:
     request = GenerateRequest(
         session.shared,
         suffix=session.suffix("direct_text"),
         max_tokens=session.profile.max_tokens,
-        sampling=session.sampling(0),
+        sampling=session.draws(session.profile.temperature, "base"),
         label="base",
     )
     result = session.generate([request])[0]
@@ -125,4 +113,4 @@ def _text(session: Session) -> Draft:
     text = result.text.strip()
     if not text:
         session.warnings.append("the model's answer is empty")
-    return Draft(text=text)
+    return Outcome(Value(text))

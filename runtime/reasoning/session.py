@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ from ..mllm.base import (
 from ..mllm.chat import ChatFormat
 from ..profiles import Profile
 from ..question import Question
+from ..tools.base import Perception
 from ..trace import Trace
 
 StepCallback = Callable[[dict[str, Any]], None]
@@ -35,7 +38,11 @@ class Session:
 
     Attributes:
         shared: State after [system][image][question][options]; every agent forks from it.
+        perception: The compiled detector and depth model.
         warnings: Said in the answer.
+        run: Which of several runs (a vote) is going on; it seeds the draws.
+        tool_calls, nodes, pruned: Counts for the answer's stats.
+        tools_s: Seconds in tools, without the MLLM calls they make.
     """
 
     backend: Backend
@@ -43,6 +50,7 @@ class Session:
     profile: Profile
     frame: Frame
     question: Question
+    perception: Perception
     trace: Trace
     seed: int = 0
     cancel: CancelToken = field(default_factory=CancelToken)
@@ -51,7 +59,13 @@ class Session:
     warnings: list[str] = field(default_factory=list)
     shared: State = field(init=False)
     image_tokens: int = 0
-    _states: list[State] = field(default_factory=list)
+    run: int = 0
+    tool_calls: int = 0
+    nodes: int = 0
+    pruned: int = 0
+    tools_s: float = 0.0
+    _states: dict[int, State] = field(default_factory=dict)
+    _mllm_s: float = 0.0
 
     def open(self, image_min_tokens: int | None = None) -> None:
         """Encodes the image and evaluates the shared prefix."""
@@ -72,13 +86,18 @@ class Session:
 
     def keep(self, state: State) -> State:
         """Takes charge of closing a state."""
-        self._states.append(state)
+        self._states[id(state)] = state
         return state
+
+    def drop(self, state: State) -> None:
+        """Closes a state now: nothing will fork from it again."""
+        self._states.pop(id(state), None)
+        state.close()
 
     def close(self) -> None:
         """Frees every state of this question, whatever happened."""
         while self._states:
-            self._states.pop().close()
+            self._states.popitem()[1].close()
 
     def step(self, stage: str, **fields: Any) -> None:
         """Tells the caller what is going on, and stops here if it asked to."""
@@ -90,15 +109,25 @@ class Session:
         """A role's prompt, from its template to where the answer begins."""
         return self.chat.close(Text(prompts.fill(name, self.prompt_version, **values)))
 
-    def sampling(self, *path: int) -> Sampling:
-        """Sampling for one call; its stream depends on the question's seed and the path alone."""
-        seed = stream_seed(self.seed, path)
-        return Sampling(temperature=self.profile.temperature, seed=seed)
+    def draws(self, temperature: float, role: str, *path: int) -> Sampling:
+        """Sampling for one call. Its stream depends on the seed, the run, the role and the node's path
+        alone, so neither batching nor what other branches do changes what is drawn."""
+        return Sampling(temperature=temperature, seed=stream_seed(self.seed, self.run, role, *path))
+
+    @contextmanager
+    def timed_tools(self) -> Iterator[None]:
+        """Counts the time inside as tools', less what MLLM calls take in it."""
+        start, mllm = time.perf_counter(), self._mllm_s
+        try:
+            yield
+        finally:
+            self.tools_s += time.perf_counter() - start - (self._mllm_s - mllm)
 
     def choose(self, requests: list[ChooseRequest]) -> list[Choice]:
         start = time.perf_counter()
         choices = self.backend.choose(requests, self.cancel)
         wall = time.perf_counter() - start
+        self._mllm_s += wall
         for request, choice in zip(requests, choices, strict=True):
             self.trace.emit(
                 "call",
@@ -118,6 +147,7 @@ class Session:
         start = time.perf_counter()
         results = self.backend.generate(requests, self.cancel)
         wall = time.perf_counter() - start
+        self._mllm_s += wall
         for request, result in zip(requests, results, strict=True):
             self.trace.emit(
                 "call",
@@ -127,7 +157,8 @@ class Session:
                 finish=result.finish,
                 prefill_tokens=result.prefill_tokens,
                 reused_tokens=result.reused_tokens,
-                decoded_tokens=len(result.tokens),
+                decoded_tokens=len(result.tokens) - result.forced_tokens,
+                forced_tokens=result.forced_tokens,
                 logprob=round(result.logprob, 6),
                 batch=len(requests),
                 wall_s=round(wall, 6),
@@ -153,9 +184,7 @@ def shown(parts: tuple[Part, ...]) -> str:
     return "".join(p.text if isinstance(p, Text) else f"<image {p.key[:8]}>" for p in parts)
 
 
-def stream_seed(seed: int, path: tuple[int, ...]) -> int:
-    """A 64-bit seed for one stream of random numbers, independent for each path."""
-    import hashlib
-
-    text = ",".join(str(p) for p in (seed, *path))
+def stream_seed(seed: int, *key: int | str) -> int:
+    """A 64-bit seed for one stream of random numbers, independent for each key."""
+    text = ",".join(str(k) for k in (seed, *key))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

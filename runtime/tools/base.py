@@ -79,6 +79,22 @@ class Perception(Protocol):
         """The detector's class names that a category in words stands for; () where it knows none."""
 
 
+class NoPerception:
+    """No compiled models: every tool falls back to the MLLM, or fails in words."""
+
+    def detections(self, sliced: bool = False) -> Boxes | None:
+        return None
+
+    def depth_map(self) -> DepthMap | None:
+        return None
+
+    def knows(self, category: str) -> tuple[str, ...]:
+        return ()
+
+
+NO_PERCEPTION = NoPerception()
+
+
 class Tool(Protocol):
     """A perception tool. Stateless; everything about the question comes with the session."""
 
