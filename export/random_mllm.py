@@ -7,6 +7,7 @@ deepstack, M-RoPE, the file formats. So it proves and measures all that does not
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -28,9 +29,6 @@ from . import qwen3vl, vocabulary
 from .assemble import RANDOM_TAG, check_replaceable, gguf_facts, new_bundle, tool_versions, write_manifest
 from .converter import OUTPUT_TYPES, convert_pair, installed_version
 from .random_weights import write_safetensors
-
-#: Raised when the same recipe would give other files, so that bundles made before are made again.
-REVISION = 1
 
 DEFAULT_PRESET = "10m"
 
@@ -135,10 +133,10 @@ def write_gguf_pair(folder: Path, checkpoint: Path, preset: str, outtype: str) -
         model_name=f"hoverlens random {preset}",
         metadata={
             "general.description": "Random weights: the answers mean nothing.",
-            "general.license": "apache-2.0",
             "general.tags": [RANDOM_TAG],
         },
-        pre_tokenizer=vocabulary.PRE_TOKENIZER,
+        # The converter knows Qwen's own vocabulary, and so proves that it was rebuilt right.
+        pre_tokenizer=None if PRESETS[preset].real_vocabulary else vocabulary.PRE_TOKENIZER,
     )
 
 
@@ -153,7 +151,7 @@ def make_random_bundle(
     """Makes a bundle whose MLLM has random weights, unless the same one is there already.
 
     Args:
-        out: Its folder; the default bundle's place in the cache by default.
+        out: Its folder; by default a place in the cache that goes with the other arguments.
         preset: One of :data:`PRESETS`.
         seed: The same seed gives the same files, byte for byte, with the same llama-cpp-python.
         outtype: Type of the large weights: ``f16``, ``f32`` or ``q8_0``. With f32 the values are those of f16.
@@ -170,7 +168,7 @@ def make_random_bundle(
         raise BadInput(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
     if outtype not in OUTPUT_TYPES:
         raise BadInput(f"unknown output type {outtype!r}; choose one of {', '.join(OUTPUT_TYPES)}")
-    target = Path(out) if out is not None else random_bundle_dir()
+    target = Path(out) if out is not None else _place(preset, seed, outtype)
     recipe = _recipe(preset, seed, outtype)
     check_replaceable(target.expanduser().absolute())
     # One lock over the check and the making, so that a second process waits and then finds it up to date.
@@ -186,15 +184,32 @@ def make_random_bundle(
         return Bundle.open(target), True
 
 
+def _place(preset: str, seed: int, outtype: str) -> Path:
+    default = random_bundle_dir()
+    name = default.name
+    name += "" if preset == DEFAULT_PRESET else f"-{preset}"
+    name += "" if outtype == "f16" else f"-{outtype}"
+    name += "" if seed == 0 else f"-seed{seed}"
+    return default.with_name(name)
+
+
 def _recipe(preset: str, seed: int, outtype: str) -> dict[str, Any]:
     return {
         "maker": "random_mllm",
-        "revision": REVISION,
+        "code": _code_digest(),
         "preset": preset,
         "seed": seed,
         "outtype": outtype,
         "converter": installed_version(),
     }
+
+
+def _code_digest() -> str:
+    """Stands for the code that decides every byte, so that a bundle made by older code is made again."""
+    digest = hashlib.sha256()
+    for name in ("qwen3vl", "random_mllm", "random_weights", "vocabulary"):
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _up_to_date(target: Path, recipe: dict[str, Any]) -> Bundle | None:
@@ -210,6 +225,7 @@ def _manifest(folder: Path, preset: str, recipe: dict[str, Any]) -> Manifest:
     for role in ("mllm", "mmproj"):
         path = folder / f"{role}.gguf"
         facts = gguf_facts(read_gguf_header(path))
+        facts["licence"] = "Apache-2.0"
         facts["source"] = f"hoverlens.export.random_mllm --preset {preset} --seed {recipe['seed']}"
         entries[role] = FileEntry(path=path.name, sha256=sha256_file(path), size=path.stat().st_size, **facts)
     # No date: the same recipe gives the same manifest.

@@ -165,7 +165,7 @@ location long mask model multiple name node none null object observation option 
 partial path plan point position presence previous question reason reasoning region relative reliable repeat
 request response result retrieve role score search sequence size spatial start state step sufficient summary
 system target task text thinking thought tokens tool tools total tree true turn type uncertain unknown usage
-user valid value verdict verify visible width x1 x2 xmax xmin y1 y2 ymax ymin zoom
+user valid value verdict verify visible width wrong x1 x2 xmax xmin y1 y2 ymax ymin zoom
 """
 )
 
@@ -209,6 +209,8 @@ def _corpus(seed: int = 20) -> Iterator[str]:
         # Each form that a word takes in running text, often enough to become one token.
         yield " ".join([word] * 6)
         yield f" {word} {word.capitalize()}\n{word.capitalize()}"
+    for answer in ("yes", "no", "true", "false", "unknown", "none"):
+        yield f"{answer}\n{answer.capitalize()}\n" * 40
     for verb in _VERBS:
         stem = verb[:-1] if verb.endswith("e") and len(verb) > 2 else verb
         yield f" {verb}s {stem}ing {stem}ed {verb}s {stem}ing {stem}ed"

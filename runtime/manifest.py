@@ -123,17 +123,23 @@ class Manifest(_Lenient):
         """sha256 over all that changes an answer: file contents and how they are used.
 
         Names, paths, dates, sources and licences do not count, so a bundle keeps its digest when it is moved,
-        renamed or made again.
+        renamed or made again. Fields that this version does not know may change an answer, so they count.
         """
         semantic = ("precision", "inputs", "preprocessing", "labels", "family", "kind")
         content = {
             "format": self.format,
             "files": {
-                role: {"sha256": e.sha256, "size": e.size, **{k: getattr(e, k) for k in semantic}}
+                role: {
+                    "sha256": e.sha256,
+                    "size": e.size,
+                    **{k: getattr(e, k) for k in semantic},
+                    **(e.model_extra or {}),
+                }
                 for role, e in self.files.items()
             },
             "prompt_template": self.prompt_template,
             "image_min_tokens": self.image_min_tokens,
+            **(self.model_extra or {}),
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
