@@ -30,6 +30,9 @@ RANDOM_TAG = "random-weights"
 #: Below this many visual tokens real Qwen3-VL models point beside the object.
 QWEN3VL_MIN_TOKENS = 1024
 
+#: Random weights see nothing better in a large image, and on a CPU it takes tens of seconds.
+RANDOM_MAX_TOKENS = 256
+
 _TOOLS = ("hoverlens", "onnxruntime", "llama-cpp-python")
 _CHUNK = 4 << 20
 
@@ -57,6 +60,7 @@ def assemble(
     depth_preprocessing: Mapping[str, Any] | None = None,
     prompt_template: str | None = None,
     image_min_tokens: int | None = None,
+    image_max_tokens: int | None = None,
     accuracy: Accuracy | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -84,6 +88,7 @@ def assemble(
         depth_preprocessing: Over the depth model's usual preprocessing.
         prompt_template: Version of the prompts that the MLLM was made for.
         image_min_tokens: Least visual tokens for good grounding; 1024 for real Qwen3-VL models.
+        image_max_tokens: Most visual tokens of an image; :data:`RANDOM_MAX_TOKENS` for random weights.
         accuracy: The check that the files passed together.
         progress: Called with (file, bytes copied of all files, bytes of all files).
 
@@ -109,7 +114,9 @@ def assemble(
         facts["depth"] = _depth_facts(files["depth"], depth_kind, depth_preprocessing)
     if "calibration" in files:
         _check_json(files["calibration"])
-    if image_min_tokens is None and "mllm" in headers and facts["mllm"]["weights"] != "random":
+    if "mllm" in headers and facts["mllm"]["weights"] == "random":
+        image_max_tokens = image_max_tokens or RANDOM_MAX_TOKENS
+    elif "mllm" in headers and image_min_tokens is None and image_max_tokens is None:
         architecture = headers["mllm"].architecture or ""
         image_min_tokens = QWEN3VL_MIN_TOKENS if architecture.startswith("qwen3vl") else None
 
@@ -147,6 +154,7 @@ def assemble(
             image_min_tokens=image_min_tokens,
             accuracy=accuracy,
         )
+        manifest = with_image_limit(manifest, image_max_tokens)
         write_manifest(folder, manifest)
     return Bundle.open(out, verify=False)
 
@@ -178,6 +186,11 @@ def tool_versions(*names: str) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             out[package] = importlib.metadata.version(package)
     return out
+
+
+def with_image_limit(manifest: Manifest, tokens: int | None) -> Manifest:
+    """The manifest with ``image_max_tokens``, an optional extra field that the runtime looks for."""
+    return manifest if tokens is None else manifest.model_copy(update={"image_max_tokens": tokens})
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

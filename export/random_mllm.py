@@ -26,7 +26,16 @@ from ..runtime.locks import path_lock
 from ..runtime.manifest import FileEntry, Manifest
 from ..runtime.paths import random_bundle_dir
 from . import qwen3vl, vocabulary
-from .assemble import RANDOM_TAG, check_replaceable, gguf_facts, new_bundle, tool_versions, write_manifest
+from .assemble import (
+    RANDOM_MAX_TOKENS,
+    RANDOM_TAG,
+    check_replaceable,
+    gguf_facts,
+    new_bundle,
+    tool_versions,
+    with_image_limit,
+    write_manifest,
+)
 from .converter import OUTPUT_TYPES, convert_pair, installed_version
 from .random_weights import write_safetensors
 
@@ -229,13 +238,14 @@ def _manifest(folder: Path, preset: str, recipe: dict[str, Any]) -> Manifest:
         facts["source"] = f"hoverlens.export.random_mllm --preset {preset} --seed {recipe['seed']}"
         entries[role] = FileEntry(path=path.name, sha256=sha256_file(path), size=path.stat().st_size, **facts)
     # No date: the same recipe gives the same manifest.
-    return Manifest(
+    manifest = Manifest(
         name="random" if preset == DEFAULT_PRESET else f"random-{preset}",
         note="The MLLM has RANDOM weights: its answers mean nothing. For demonstrations, tests and timing.",
         files=entries,
         tools=tool_versions("transformers", "tokenizers"),
         recipe=recipe,
     )
+    return with_image_limit(manifest, RANDOM_MAX_TOKENS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

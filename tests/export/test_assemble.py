@@ -137,6 +137,7 @@ def test_random_weights_are_carried_over(tmp_path: Path, pair: dict[str, Any]) -
     bundle = assemble(tmp_path / "b", **pair)
     assert bundle.random_roles == ("mllm",)
     assert bundle.manifest.image_min_tokens is None
+    assert json.loads((bundle.path / "manifest.json").read_text())["image_max_tokens"] == 256
 
 
 def test_a_detector_is_described(tmp_path: Path) -> None:
