@@ -23,6 +23,7 @@ venv: bundle ## .venv with all that demo, tests and benchmarks need; does nothin
 .PHONY: packages
 packages:
 	@test -n "$(strip $(PYTHON))" || { echo "venv: no Python 3.10 to 3.12 found; run: sudo apt-get install -y python3 python3-venv python3-dev" >&2; exit 1; }
+	@$(PYTHON) -c "" 2>/dev/null || { echo "venv: PYTHON=$(PYTHON) does not run; leave it out or name a Python 3.10 to 3.12" >&2; exit 1; }
 	@$(PYTHON) .ci/install.py --venv "$(VENV)" --torch-index "$(TORCH_INDEX)"
 
 bundle: packages

@@ -296,7 +296,8 @@ def find_wheel(folder: Path, version: str) -> Path | None:
 def build_llama(venv: Venv, wheels: Path, version: str, options: list[str]) -> None:
     cores = len(os.sched_getaffinity(0))
     say(
-        f"llama.cpp: building for this CPU on {cores} core(s): about {max(2, 22 // cores)} minutes, "
+        f"llama.cpp: building for this CPU on {cores} core(s): about {max(1, 10 // cores)} to "
+        f"{max(3, 30 // cores)} minutes, "
         f"once; seconds if pip kept an earlier build. Details: {venv.log}"
     )
     staging = wheels.with_name(f"{wheels.name}.{os.getpid()}")
