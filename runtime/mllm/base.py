@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Union
 
@@ -229,7 +230,24 @@ class Capabilities:
 
 @dataclass
 class Counters:
-    """Running totals of a backend; subtract two snapshots for one question."""
+    """Running totals of a backend; subtract two snapshots for one question.
+
+    Attributes:
+        mllm_calls: Requests.
+        image_encodes: Images that went through the vision encoder.
+        encode_hits: Images whose features came from the cache instead.
+        prefill_tokens: Prompt tokens evaluated, image tokens included.
+        reused_tokens: Prompt tokens of requests that came from a forked or cached state instead.
+        decoded_tokens: Tokens drawn, end tokens included.
+        forced_tokens: Tokens given, not drawn.
+        evictions: Branches dropped from the cache, and requests put back in the queue, for lack of room.
+        recomputed_tokens: Tokens evaluated once more since they had been dropped (those of a prompt also
+            count as ``prefill_tokens``).
+        batches: Forward passes over text.
+        encode_s: Seconds in the vision encoder.
+        prefill_s: Seconds on prompts.
+        decode_s: Seconds on tokens behind them.
+    """
 
     mllm_calls: int = 0
     image_encodes: int = 0
@@ -256,19 +274,40 @@ class CancelToken:
     """A flag that any thread may set; a backend looks at it at least once for each decode step."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        # Re-entrant, since a signal handler may cancel while this thread is in here.
+        self._lock = threading.RLock()
+        self._cancelled = False
+        self._listeners: list[Callable[[], object]] = []
 
     def cancel(self) -> None:
-        self._event.set()
+        with self._lock:
+            if not self._cancelled:
+                self._cancelled = True
+                for listener in list(self._listeners):
+                    listener()
 
     @property
     def cancelled(self) -> bool:
-        return self._event.is_set()
+        return self._cancelled
 
     def check(self) -> None:
         """Raises Cancelled if the flag is set."""
-        if self.cancelled:
+        if self._cancelled:
             raise Cancelled("cancelled before the answer was complete")
+
+    @contextmanager
+    def listening(self, listener: Callable[[], object]) -> Iterator[None]:
+        """While inside, ``listener`` is called as soon as the flag is set, on the thread that sets it."""
+        with self._lock:
+            self._listeners.append(listener)
+            if self._cancelled:
+                listener()
+        try:
+            yield
+        finally:
+            # Waits for a listener at work, so that none is called after the end of the block.
+            with self._lock:
+                self._listeners.remove(listener)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ rules can be tested without a model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Union
 from weakref import WeakValueDictionary
@@ -80,6 +80,7 @@ class Node:
         end_position: Position of the first token after the path.
         holders: Sequences whose path includes this node.
         logits: float32 (n_vocab,), the model's output after the last token, where it was asked for.
+        evaluated: The item has been evaluated before, whether or not it is resident now.
     """
 
     __slots__ = (
@@ -87,6 +88,7 @@ class Node:
         "children",
         "end_position",
         "end_tokens",
+        "evaluated",
         "holders",
         "item",
         "key",
@@ -103,6 +105,7 @@ class Node:
         self.holders: set[int] = set()
         self.children: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
         self.logits: NDArray[np.float32] | None = None
+        self.evaluated = False
 
     def child(self, item: Item) -> Node:
         """The node after ``item``; the same object for the same content while one is alive."""
@@ -158,10 +161,14 @@ class SequencePool:
     A sequence is *pinned* while a request decodes in it, *retained* while a state owns it, else free.
     Retained sequences may be evicted: their owner's content is evaluated again when it is needed.
 
+    Cells of one node count once. Where two sequences evaluated the same content side by side there are two
+    copies, so the count may be short; a backend must cope with a cache that is full sooner.
+
     Attributes:
         n_sequences: Slots of the backend.
         n_cells: Tokens that all sequences may hold together; shared cells count once.
         drop: Called with a sequence id when its cells are to be freed.
+        extra_cells: Cells behind the content of the sequences: parts of nodes, and tokens being decoded.
     """
 
     n_sequences: int
@@ -179,18 +186,18 @@ class SequencePool:
 
     # -- sequences ---------------------------------------------------------------------------------
 
-    def take(self) -> int:
-        """A free sequence, pinned. Evicts if none is free.
+    def take(self, spare: Container[Any] = ()) -> int:
+        """A free sequence, pinned. Evicts if none is free, but not from an owner in ``spare``.
 
         Raises:
-            NoSequence: All are pinned.
+            NoSequence: All are pinned or spared.
         """
         self._clock += 1
         i = self._empty()
-        if i is None and self.evict():
+        if i is None and self.evict(spare):
             i = self._empty()
         if i is None:
-            raise NoSequence(f"all {self.n_sequences} sequences are in use at once")
+            raise NoSequence(f"all {self.n_sequences} sequences are in use at once; raise n_sequences")
         self._slots[i].pins = 1
         self._slots[i].used = self._clock
         return i
@@ -230,11 +237,17 @@ class SequencePool:
         slot.pins = 0
         self.drop(seq)
 
-    def evict(self) -> bool:
-        """Frees the least recently used retained, unpinned sequence; False where there is none."""
+    def evict(self, spare: Container[Any] = ()) -> bool:
+        """Frees the least recently used retained, unpinned sequence; False where there is none.
+
+        Args:
+            spare: Owners that keep theirs.
+        """
         best: int | None = None
         for i, slot in enumerate(self._slots):
-            if slot.owner is not None and slot.pins == 0 and (best is None or slot.used < self._slots[best].used):
+            if slot.owner is None or slot.pins or slot.owner in spare:
+                continue
+            if best is None or slot.used < self._slots[best].used:
                 best = i
         if best is None:
             return False
@@ -274,12 +287,12 @@ class SequencePool:
         """KV cells in use: resident nodes once each, plus the tokens of running requests."""
         return self._shared_cells + self.extra_cells
 
-    def reserve(self, n: int) -> None:
-        """Makes room for n more cells by evicting.
+    def reserve(self, n: int, spare: Container[Any] = ()) -> None:
+        """Makes room for n more cells by evicting, but not from an owner in ``spare``.
 
         Raises:
             NoSequence: Not enough can be evicted.
         """
         while self.cells + n > self.n_cells:
-            if not self.evict():
+            if not self.evict(spare):
                 raise NoSequence(f"{self.cells + n} tokens at once do not fit a KV cache of {self.n_cells}")

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -71,7 +74,14 @@ def last_error() -> str:
 
 
 class Model:
-    """A loaded text model and its vocabulary."""
+    """A loaded text model and its vocabulary.
+
+    Attributes:
+        eog: bool (n_vocab,), tokens that end an output.
+        control: bool (n_vocab,), tokens that templates are made of (``<|im_end|>``).
+        marks: bool (n_vocab,), other tokens with a meaning of their own (``<think>``, ``<tool_call>``). Outputs
+            may have them; untrusted text may not.
+    """
 
     def __init__(self, path: Path, gpu_layers: int = -1, use_mmap: bool = True) -> None:
         lib, _ = libraries()
@@ -98,9 +108,18 @@ class Model:
         self.eog: NDArray[np.bool_] = np.fromiter(
             (lib.llama_vocab_is_eog(self.vocab, i) for i in ids), np.bool_, self.n_vocab
         )
-        self.control: NDArray[np.bool_] = np.fromiter(
-            (lib.llama_vocab_is_control(self.vocab, i) for i in ids), np.bool_, self.n_vocab
-        )
+        attributes = np.fromiter((lib.llama_vocab_get_attr(self.vocab, i) for i in ids), np.int32, self.n_vocab)
+        self.control: NDArray[np.bool_] = (attributes & lib.LLAMA_TOKEN_ATTR_CONTROL) != 0
+        self.marks: NDArray[np.bool_] = np.zeros(self.n_vocab, np.bool_)
+        self._marks: set[str] = set()
+        for i in np.flatnonzero(attributes & lib.LLAMA_TOKEN_ATTR_USER_DEFINED):
+            text = (lib.llama_vocab_get_text(self.vocab, int(i)) or b"").decode("utf-8", "replace")
+            # Some vocabularies keep runs of spaces or newlines this way; those mark nothing.
+            if len(text) > 1 and text.strip(" \t\n\u2581"):
+                self.marks[i] = True
+                self._marks.add(text)
+        self._mark_starts = {text[0] for text in self._marks}
+        self._mark_lengths = sorted({len(text) for text in self._marks})
         self._pieces: dict[int, bytes] = {}
         self._spelling: dict[bytes, list[int]] | None = None
 
@@ -117,7 +136,28 @@ class Model:
         return None
 
     def tokenize(self, text: str, special: bool) -> tuple[int, ...]:
-        """Token ids of text; special tokens are recognised only if ``special``. No BOS is added."""
+        """Token ids of text; tokens with a meaning of their own are recognised only if ``special``.
+
+        No BOS is added.
+        """
+        if special:
+            return self._tokenize(text, True)
+        tokens: list[int] = []
+        for piece in self._broken(text):
+            tokens += self._tokenize(piece, False)
+        return tuple(tokens)
+
+    def _broken(self, text: str) -> list[str]:
+        """Text cut so that no piece contains a mark: llama.cpp takes those for one token in any text."""
+        pieces: list[str] = []
+        start = 0
+        for i, ch in enumerate(text):
+            if ch in self._mark_starts and any(text[i : i + n] in self._marks for n in self._mark_lengths):
+                pieces.append(text[start : i + 1])
+                start = i + 1
+        return [*pieces, text[start:]]
+
+    def _tokenize(self, text: str, special: bool) -> tuple[int, ...]:
         lib, _ = libraries()
         data = text.encode("utf-8")
         if not data:
@@ -147,7 +187,7 @@ class Model:
         """Every ordinary token whose bytes are exactly ``data``."""
         if self._spelling is None:
             self._spelling = {}
-            for token in np.flatnonzero(~(self.control | self.eog)):
+            for token in np.flatnonzero(~(self.control | self.eog | self.marks)):
                 self._spelling.setdefault(self.piece(int(token)), []).append(int(token))
         return self._spelling.get(data, [])
 
@@ -177,13 +217,13 @@ class Context:
         )
         # A long branch may be asked for logits at many positions (option scoring).
         params.n_outputs_max = n_batch
-        self._token: CancelToken | None = None
-
-        def aborted(_data: Any) -> bool:
-            return self._token is not None and self._token.cancelled
-
-        self._abort = lib.ggml_abort_callback(aborted)
+        # llama.cpp asks after each operation whether to stop. A function of C reads the flag: Python code would
+        # wait for the interpreter's lock each time, and could be struck by a signal where none can be raised.
+        libc: Any = ctypes.CDLL(None) if os.name == "posix" else ctypes.cdll.msvcrt
+        self._flag = ctypes.create_string_buffer(2)
+        self._abort = ctypes.cast(libc.strlen, lib.ggml_abort_callback)
         params.abort_callback = self._abort
+        params.abort_callback_data = ctypes.cast(self._flag, ctypes.c_void_p)
         self.ptr = lib.llama_init_from_model(model.ptr, params)
         if not self.ptr:
             raise HoverlensError(
@@ -219,18 +259,39 @@ class Context:
         for i, s in enumerate(sequences):
             self._seq_ids[i][0] = s
         self.batch.n_tokens = n
-        self._token = cancel
-        try:
+        with self.abortable(cancel):
             return int(libraries()[0].llama_decode(self.ptr, self.batch))
+
+    @contextmanager
+    def abortable(self, cancel: CancelToken | None) -> Iterator[None]:
+        """While inside, setting ``cancel`` stops a forward pass between two of its operations."""
+        if cancel is None:
+            yield
+            return
+        try:
+            with cancel.listening(self._raise_flag):
+                yield
         finally:
-            self._token = None
+            self._flag[0] = b"\0"
+
+    def _raise_flag(self) -> None:
+        self._flag[0] = b"!"
 
     def logits(self, index: int) -> NDArray[np.float32]:
-        """float32 (n_vocab,) copy of the logits at a batch index that was ``wanted``."""
+        """float32 (n_vocab,) copy of the logits at a batch index that was ``wanted``.
+
+        Raises:
+            HoverlensError: They are not numbers.
+        """
         lib, _ = libraries()
         pointer = lib.llama_get_logits_ith(self.ptr, index)
-        view = np.ctypeslib.as_array(pointer, (self.model.n_vocab,))
-        return cast("NDArray[np.float32]", view.copy())
+        out = cast("NDArray[np.float32]", np.ctypeslib.as_array(pointer, (self.model.n_vocab,)).copy())
+        if math.isnan(out.max()):
+            raise HoverlensError(
+                f"{self.model.path.name} gives no numbers: the file is damaged, or llama.cpp fails on this device; "
+                "see 'hoverlens doctor'"
+            )
+        return out
 
     def copy_sequence(self, source: int, target: int, end: int) -> None:
         """``target`` holds positions [0, end) of ``source``. No KV data moves: cells are shared."""
@@ -250,9 +311,6 @@ class Context:
     def drop(self, sequence: int) -> None:
         if self.ptr:
             libraries()[0].llama_memory_seq_rm(self.memory, sequence, -1, -1)
-
-    def clear(self) -> None:
-        libraries()[0].llama_memory_clear(self.memory, False)
 
     def close(self) -> None:
         if self.ptr:
@@ -362,36 +420,48 @@ class Projector:
             mtmd.mtmd_bitmap_free(bitmap)
 
     def encode_chunk(self, chunk: ImageChunk) -> NDArray[np.float32]:
-        """Runs the vision encoder: float32 (n_tokens, n_embd_inp), deepstack features included."""
+        """Runs the vision encoder: float32 (n_tokens, n_embd_inp), deepstack features included.
+
+        Raises:
+            HoverlensError: It failed, or its output is not finite.
+        """
         _, mtmd = libraries()
         if mtmd.mtmd_encode_chunk(self.ptr, chunk.pointer) != 0:
             raise HoverlensError(f"the vision encoder failed ({last_error() or 'no reason given'})")
         pointer = mtmd.mtmd_get_output_embd(self.ptr)
         size = chunk.n_tokens * self.model.n_embd_inp
         flat = np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), (size,))
-        features = flat.copy().reshape(chunk.n_tokens, self.model.n_embd_inp)
-        return cast("NDArray[np.float32]", features)
+        features = cast("NDArray[np.float32]", flat.copy().reshape(chunk.n_tokens, self.model.n_embd_inp))
+        if not np.isfinite(features).all():
+            raise HoverlensError(
+                "the vision encoder gives no numbers: the mmproj is damaged, or llama.cpp fails on this device; "
+                "see 'hoverlens doctor'"
+            )
+        return features
 
-    def decode_chunk(self, context: Context, chunk: ImageChunk, sequence: int, position: int) -> int:
-        """Puts encoded features into the KV cache at ``position``; llama.cpp's status."""
+    def decode_chunk(
+        self, context: Context, chunk: ImageChunk, sequence: int, position: int, cancel: CancelToken | None
+    ) -> int:
+        """Puts encoded features into the KV cache at ``position``; llama.cpp's status (0 is success)."""
         _, mtmd = libraries()
         assert chunk.embedding is not None
         embedding = np.ascontiguousarray(chunk.embedding, dtype=np.float32)
         end = ctypes.c_int32(position)
-        return int(
-            mtmd.mtmd_helper_decode_image_chunk(
-                self.ptr,
-                context.ptr,
-                chunk.pointer,
-                embedding.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
-                position,
-                sequence,
-                context.n_batch,
-                ctypes.byref(end),
-                mtmd.mtmd_helper_post_decode_callback(0),
-                None,
+        with context.abortable(cancel):
+            return int(
+                mtmd.mtmd_helper_decode_image_chunk(
+                    self.ptr,
+                    context.ptr,
+                    chunk.pointer,
+                    embedding.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+                    position,
+                    sequence,
+                    context.n_batch,
+                    ctypes.byref(end),
+                    mtmd.mtmd_helper_post_decode_callback(0),
+                    None,
+                )
             )
-        )
 
     def close(self) -> None:
         if self.ptr:

@@ -1,24 +1,21 @@
-"""The MLLM on llama.cpp: one KV cache shared by all branches, and continuous batching over them.
-
-A call to :meth:`LlamaCppBackend.generate` or :meth:`~LlamaCppBackend.choose` becomes *jobs*. A job forks the
-deepest part of its prompt that some sequence holds, evaluates what is missing, and then decodes or scores.
-All running jobs advance together in one forward pass; a job that ends makes room for the next at once.
-"""
+"""The MLLM on llama.cpp: one KV cache shared by all branches, and continuous batching over them."""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BadInput, Cancelled, HoverlensError
+from ..errors import BadInput, HoverlensError
 from .base import (
     Backend,
     CancelToken,
@@ -34,19 +31,11 @@ from .base import (
     State,
     Text,
 )
-from .kvtree import ImageItem, Item, Node, NoSequence, SequencePool, TokenRun, root
-from .llama_native import (
-    DECODE_ABORTED,
-    DECODE_NO_SLOT,
-    Context,
-    Grammar,
-    ImageChunk,
-    Model,
-    Projector,
-    last_error,
-    libraries,
-)
-from .sampling import Sampler, log_probability
+from .interrupts import hold_interrupts
+from .kvtree import ImageItem, Item, Node, SequencePool, TokenRun, root
+from .llama_native import Context, Grammar, ImageChunk, Model, Projector, libraries
+from .sampling import Sampler
+from .scheduler import Engine, Job, Schedule, free
 from .slots import Filler
 from .trie import Trie
 
@@ -66,7 +55,7 @@ class LlamaOptions:
         image_max_tokens: Most tokens for an image; None means the model's own.
         share: Fork KV states and reuse features. Off, every request evaluates its whole prompt and
             encodes its images again.
-        feature_cache_bytes: Most bytes of visual features kept for reuse.
+        feature_cache_bytes: Most bytes of visual features kept for reuse; 0 keeps none.
     """
 
     n_ctx: int = 8192
@@ -109,6 +98,7 @@ class LlamaState(State):
     def lost_sequence(self) -> None:
         """The pool took the sequence back; the content is evaluated again when it is needed."""
         self.seq = None
+        self._backend.counters.evictions += 1
 
     def close(self) -> None:
         if not self.closed:
@@ -121,44 +111,6 @@ class LlamaState(State):
 
     def __del__(self) -> None:
         self.close()
-
-
-@dataclass(eq=False)
-class _Job:
-    """One request on its way: evaluate the prompt, then decode or score.
-
-    Attributes:
-        group: Jobs with an equal group share one evaluation of their prompt.
-        state: The state that takes over the sequence at the end (a prefill on a state's behalf).
-        feed: Tokens to put behind the prompt: the option to score, or what was decoded so far.
-        fed: How many of them are in the cache.
-    """
-
-    index: int
-    tip: Node
-    group: int
-    request: GenerateRequest | None = None
-    option: tuple[int, ...] | None = None
-    state: LlamaState | None = None
-    seq: int | None = None
-    missing: deque[Node] = field(default_factory=deque)
-    offset: int = 0
-    feed: list[int] = field(default_factory=list)
-    fed: int = 0
-    logits: NDArray[np.float32] | None = None
-    prefilled: int = 0
-    started: bool = False
-    sampler: Sampler | None = None
-    grammar: Grammar | None = None
-    filler: Filler | None = None
-    collect: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    collected: dict[int, NDArray[np.float32]] = field(default_factory=dict)
-    text: bytearray = field(default_factory=bytearray)
-    logprob: float = 0.0
-    logprobs: list[float] = field(default_factory=list)
-    finish: str = ""
-    cut: int | None = None
-    keep_logits: bool = False
 
 
 class LlamaCppBackend(Backend):
@@ -182,16 +134,28 @@ class LlamaCppBackend(Backend):
                 raise BadInput(f"{path}: no such model file; check the path or the bundle")
         if not 2 <= options.n_sequences <= 256:
             raise BadInput(f"n_sequences is {options.n_sequences}; llama.cpp takes 2 to 256")
+        for name in ("n_ctx", "n_batch", "threads", "image_min_tokens", "image_max_tokens"):
+            value = getattr(options, name)
+            if value is not None and value < 1:
+                raise BadInput(f"{name} is {value}; it must be 1 or more")
         threads = options.threads or _default_threads()
         self._model: Model | None = None
         self._context: Context | None = None
         self._projector: Projector | None = None
         self.counters = Counters()
+        self._root = root(identity or _identity(mllm, mmproj))
+        self._identity = self._root.key.hex()
+        with hold_interrupts():
+            self._load(Path(mllm), Path(mmproj) if mmproj is not None else None, threads)
+
+    def _load(self, mllm: Path, mmproj: Path | None, threads: int) -> None:
+        options = self.options
         try:
-            self._model = model = Model(Path(mllm), options.gpu_layers)
+            self._model = model = Model(mllm, options.gpu_layers)
+            hold_interrupts.check()
             if mmproj is not None:
                 self._projector = Projector(
-                    Path(mmproj),
+                    mmproj,
                     model,
                     threads,
                     options.flash_attention,
@@ -207,16 +171,18 @@ class LlamaCppBackend(Backend):
                 threads,
                 options.flash_attention,
             )
+            hold_interrupts.check()
         except BaseException:
             self.close()
             raise
-        self._root = root(identity or _identity(mllm, mmproj))
-        self._identity = self._root.key.hex()
         self._pool = SequencePool(options.n_sequences, self._context.n_ctx, self._context.drop)
         self._features: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._feature_bytes = 0
         # A control token in an output could act as template text when the output is read back.
         self._forbidden = model.control & ~model.eog
+        self._engine = Engine(
+            model, self._context, self._projector, self._pool, self.counters, self._forbidden, options.share
+        )
         self.capabilities = Capabilities(
             fork=options.share,
             batch=True,
@@ -226,7 +192,7 @@ class LlamaCppBackend(Backend):
             context_tokens=self._context.n_ctx,
         )
         self.info = ModelInfo(
-            name=model.meta("general.name") or Path(mllm).stem,
+            name=model.meta("general.name") or mllm.stem,
             architecture=model.meta("general.architecture") or "unknown",
             identity=self._identity,
             n_params=model.n_params,
@@ -292,12 +258,16 @@ class LlamaCppBackend(Backend):
             self.counters.encode_hits += 1
             return self._features[key]
         start = time.perf_counter()
-        chunks = self._projector.tokenize(rgb)
-        if self.options.share:
-            for chunk in chunks:
-                if chunk.tokens is None:
-                    chunk.embedding = self._projector.encode_chunk(chunk)
-            self.counters.image_encodes += 1
+        with hold_interrupts():
+            chunks = self._projector.tokenize(rgb)
+            if self.options.share:
+                for chunk in chunks:
+                    if chunk.tokens is None:
+                        chunk.embedding = self._projector.encode_chunk(chunk)
+                        hold_interrupts.check()
+                        if cancel:
+                            cancel.check()
+                self.counters.image_encodes += 1
         images = [c.embedding for c in chunks if c.embedding is not None]
         features = ImageFeatures(
             key=key,
@@ -327,7 +297,7 @@ class LlamaCppBackend(Backend):
 
         self._features[features.key] = features
         self._feature_bytes += size(features)
-        while self._feature_bytes > self.options.feature_cache_bytes and len(self._features) > 1:
+        while self._feature_bytes > self.options.feature_cache_bytes:
             _, old = self._features.popitem(last=False)
             self._feature_bytes -= size(old)
 
@@ -336,83 +306,113 @@ class LlamaCppBackend(Backend):
     def prefix(self, parts: Sequence[Part], cancel: CancelToken | None = None) -> State:
         state = LlamaState(self, self.extend(self._root, parts))
         try:
-            self._materialise([state], cancel, logits=False)
+            with hold_interrupts():
+                self._materialise([state], cancel, output=False)
         except BaseException:
             state.close()
             raise
         return state
 
     def release_state(self, state: LlamaState) -> None:
-        if state.seq is not None:
-            self._pool.release(state.seq)
-            state.seq = None
+        with hold_interrupts():
+            if state.seq is not None:
+                self._pool.release(state.seq)
+                state.seq = None
 
     def sequences_in_use(self) -> int:
         """Sequences held by states or requests; 0 when every state is closed."""
         return self._pool.in_use()
 
-    @property
-    def evictions(self) -> int:
-        return self._pool.evictions
-
-    def _materialise(self, states: Sequence[LlamaState], cancel: CancelToken | None, logits: bool) -> None:
+    def _materialise(self, states: Sequence[LlamaState], cancel: CancelToken | None, output: bool) -> None:
         """Gives every state a sequence that holds its content, so that requests fork instead of repeating."""
         if not self.options.share:
             return
         todo: dict[bytes, LlamaState] = {}
         for state in states:
-            needs_logits = logits and state.node.logits is None
-            if (not state.node.resident or needs_logits) and state.node.item is not None:
+            needs_output = output and state.node.logits is None
+            if (not state.node.resident or needs_output) and state.node.item is not None:
                 todo.setdefault(state.node.key, state)
         # Two states that miss the same nodes must not both evaluate them: one after the other.
         while todo:
-            wave: list[LlamaState] = []
+            now: list[LlamaState] = []
             taken: set[int] = set()
             for state in list(todo.values()):
                 missing = {id(n) for n in state.node.path() if not n.resident}
                 if not missing & taken:
-                    wave.append(state)
+                    now.append(state)
                     taken |= missing
                     del todo[state.node.key]
             jobs = [
-                _Job(index=i, tip=s.node, group=id(s.node), state=s, keep_logits=logits) for i, s in enumerate(wave)
+                Job(index=i, tip=s.node, owner=s, wants_output=output, keeps_output=output) for i, s in enumerate(now)
             ]
-            self._run(jobs, cancel)
+            Schedule(self._engine, jobs, cancel, states).run()
 
     # -- requests ----------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[GenerateRequest], cancel: CancelToken | None = None) -> list[Generation]:
         states = [self._state(r.state) for r in requests]
         self.counters.mllm_calls += len(requests)
-        self._materialise([s for s, r in zip(states, requests, strict=True) if r.suffix], cancel, False)
-        self._materialise([s for s, r in zip(states, requests, strict=True) if not r.suffix], cancel, True)
-        jobs: list[_Job] = []
-        try:
-            for i, (request, state) in enumerate(zip(requests, states, strict=True)):
-                tip = self.extend(state.node, request.suffix)
-                jobs.append(
-                    _Job(
-                        index=i,
-                        tip=tip,
-                        group=id(tip),
-                        request=request,
-                        keep_logits=not request.suffix,
-                        sampler=Sampler(request.sampling),
-                        grammar=Grammar(self.model, request.grammar) if request.grammar else None,
-                        filler=self._filler(request),
-                    )
-                )
-            self._run_all(jobs, cancel)
-            for job in jobs:
-                self.counters.reused_tokens += job.tip.end_tokens - job.prefilled
-            return [self._generation(job) for job in jobs]
-        finally:
-            for job in jobs:
-                if job.grammar:
-                    job.grammar.close()
-                if job.filler:
-                    job.filler.close()
-                self._free(job)
+        out: dict[int, Generation] = {}
+        kept: list[LlamaState] = []
+        with hold_interrupts():
+            try:
+                for wave in self._waves(states):
+                    jobs: list[Job] = []
+                    try:
+                        for i in wave:
+                            jobs.append(self._generate_job(i, requests[i], states[i]))
+                            if (owner := jobs[-1].owner) is not None:
+                                kept.append(cast("LlamaState", owner))
+                        self._evaluate(wave, states, requests, cancel)
+                        self._run(jobs, [states[i] for i in wave], cancel)
+                        out |= {job.index: self._generation(job) for job in jobs}
+                    finally:
+                        for job in jobs:
+                            if job.grammar:
+                                job.grammar.close()
+                            if job.filler:
+                                job.filler.close()
+                            free(self._engine, job)
+            except BaseException:
+                for state in kept:
+                    state.close()
+                raise
+        return [out[i] for i in range(len(requests))]
+
+    def _waves(self, states: Sequence[LlamaState]) -> list[list[int]]:
+        """Indexes of requests that run together: their states must leave sequences for the requests."""
+        if not self.options.share:
+            return [list(range(len(states)))]
+        users: dict[bytes, list[int]] = {}
+        for i, state in enumerate(states):
+            users.setdefault(state.node.key, []).append(i)
+        together = max(1, self.options.n_sequences // 2)
+        groups = list(users.values())
+        return [[i for group in groups[k : k + together] for i in group] for k in range(0, len(groups), together)]
+
+    def _evaluate(
+        self,
+        wave: Sequence[int],
+        states: Sequence[LlamaState],
+        requests: Sequence[GenerateRequest] | Sequence[ChooseRequest],
+        cancel: CancelToken | None,
+    ) -> None:
+        """Evaluates the states of a wave; with their output where a request adds nothing to its state."""
+        self._materialise([states[i] for i in wave if requests[i].suffix], cancel, False)
+        self._materialise([states[i] for i in wave if not requests[i].suffix], cancel, True)
+
+    def _generate_job(self, index: int, request: GenerateRequest, state: LlamaState) -> Job:
+        tip = self.extend(state.node, request.suffix)
+        return Job(
+            index=index,
+            tip=tip,
+            request=request,
+            owner=LlamaState(self, tip) if request.keep else None,
+            keeps_output=self.options.share and not request.suffix,
+            sampler=Sampler(request.sampling),
+            grammar=Grammar(self.model, request.grammar) if request.grammar and request.form is None else None,
+            filler=self._filler(request),
+        )
 
     def _filler(self, request: GenerateRequest) -> Filler | None:
         if request.form is None:
@@ -420,32 +420,18 @@ class LlamaCppBackend(Backend):
         model = self.model
         return Filler(request.form, model, self._forbidden, request.sampling, lambda source: Grammar(model, source))
 
-    def _generation(self, job: _Job) -> Generation:
-        assert job.request is not None
+    def _generation(self, job: Job) -> Generation:
         written = job.filler.text if job.filler else job.text
-        text = bytes(written if job.cut is None else written[: job.cut]).decode("utf-8", "replace")
-        state: LlamaState | None = None
-        if job.request.keep:
-            node = job.tip
-            for run in (job.feed[: job.fed], job.feed[job.fed :]):
-                if run:
-                    node = node.child(TokenRun(tuple(run)))
-            state = LlamaState(self, node)
-            if job.seq is not None and self.options.share:
-                held = node.parent if job.feed[job.fed :] else node
-                self._pool.extra_cells -= job.fed
-                self._pool.move(job.seq, held)
-                self._pool.retain(job.seq, state)
-                self._pool.unpin(job.seq)
-                state.seq, job.seq, job.fed = job.seq, None, 0
+        reused = job.tip.end_tokens - job.prefilled
+        self.counters.reused_tokens += reused
         return Generation(
-            text=text,
+            text=whole_characters(bytes(written if job.cut is None else written[: job.cut])),
             tokens=tuple(job.feed),
             finish=job.finish,
             prefill_tokens=job.prefilled,
-            reused_tokens=job.tip.end_tokens - job.prefilled,
+            reused_tokens=reused,
             logprob=job.filler.logprob if job.filler else job.logprob,
-            state=state,
+            state=cast("LlamaState | None", job.owner),
             forced_tokens=job.filler.forced if job.filler else 0,
             slots=dict(job.filler.slots) if job.filler else {},
             probabilities=dict(job.filler.probabilities) if job.filler else {},
@@ -453,54 +439,47 @@ class LlamaCppBackend(Backend):
 
     def choose(self, requests: Sequence[ChooseRequest], cancel: CancelToken | None = None) -> list[Choice]:
         states = [self._state(r.state) for r in requests]
+        tries = [self._trie(r) if r.scoring == "tree" else None for r in requests]
+        runs = [self._scoring_runs(r, trie) for r, trie in zip(requests, tries, strict=True)]
         self.counters.mllm_calls += len(requests)
-        self._materialise([s for s, r in zip(states, requests, strict=True) if r.suffix], cancel, False)
-        self._materialise([s for s, r in zip(states, requests, strict=True) if not r.suffix], cancel, True)
-        jobs: list[_Job] = []
-        tries: list[Trie | None] = []
-        try:
-            for i, (request, state) in enumerate(zip(requests, states, strict=True)):
-                tip = self.extend(state.node, request.suffix)
-                trie = self._trie(request) if request.scoring == "tree" else None
-                tries.append(trie)
-                for option, collect in self._scoring_runs(request, trie):
-                    jobs.append(
-                        _Job(
-                            index=i,
-                            tip=tip,
-                            group=id(tip),
-                            option=option,
-                            collect=collect,
-                            keep_logits=not request.suffix,
-                        )
-                    )
-            self._run_all(jobs, cancel)
-            out: list[Choice] = []
-            for i, trie in enumerate(tries):
-                mine = [job for job in jobs if job.index == i]
-                if trie is not None:
-                    scores = trie.scores({job.option[:-1]: job.collected for job in mine if job.option})
-                else:
-                    scores = np.array([np.mean(job.logprobs) for job in mine], dtype=np.float64)
-                p = np.exp(scores - scores.max())
-                p /= p.sum()
-                ranked = np.sort(scores)
-                prefilled = sum(job.prefilled for job in mine)
-                self.counters.reused_tokens += mine[0].tip.end_tokens - prefilled
-                out.append(
-                    Choice(
-                        index=int(np.argmax(scores)),
-                        probabilities=p,
-                        scores=scores,
-                        logits_gap=float(ranked[-1] - ranked[-2]) if len(scores) > 1 else float("inf"),
-                        prefill_tokens=prefilled,
-                        reused_tokens=mine[0].tip.end_tokens - prefilled,
-                    )
-                )
-            return out
-        finally:
-            for job in jobs:
-                self._free(job)
+        out: dict[int, Choice] = {}
+        with hold_interrupts():
+            for wave in self._waves(states):
+                jobs: list[Job] = []
+                try:
+                    for i in wave:
+                        tip = self.extend(states[i].node, requests[i].suffix)
+                        keeps = self.options.share and not requests[i].suffix
+                        for option, collect in runs[i]:
+                            jobs.append(Job(index=i, tip=tip, option=option, collect=collect, keeps_output=keeps))
+                    self._evaluate(wave, states, requests, cancel)
+                    self._run(jobs, [states[i] for i in wave], cancel)
+                    for i in wave:
+                        out[i] = self._choice([job for job in jobs if job.index == i], tries[i])
+                finally:
+                    for job in jobs:
+                        free(self._engine, job)
+        return [out[i] for i in range(len(requests))]
+
+    def _choice(self, jobs: Sequence[Job], trie: Trie | None) -> Choice:
+        if trie is not None:
+            scores = trie.scores({job.option[:-1]: job.collected for job in jobs if job.option})
+        else:
+            scores = np.array([np.mean(job.logprobs) for job in jobs], dtype=np.float64)
+        p = np.exp(scores - scores.max())
+        p /= p.sum()
+        ranked = np.sort(scores)
+        prefilled = sum(job.prefilled for job in jobs)
+        reused = jobs[0].tip.end_tokens - prefilled
+        self.counters.reused_tokens += reused
+        return Choice(
+            index=int(np.argmax(scores)),
+            probabilities=p,
+            scores=scores,
+            logits_gap=float(ranked[-1] - ranked[-2]) if len(scores) > 1 else float("inf"),
+            prefill_tokens=prefilled,
+            reused_tokens=reused,
+        )
 
     def _scoring_runs(
         self, request: ChooseRequest, trie: Trie | None
@@ -541,391 +520,13 @@ class LlamaCppBackend(Backend):
                 return int(token)
         return int(np.flatnonzero(self.model.eog)[0])
 
-    # -- the engine --------------------------------------------------------------------------------
-
-    def _run_all(self, jobs: Sequence[_Job], cancel: CancelToken | None) -> None:
+    def _run(self, jobs: Sequence[Job], states: Sequence[LlamaState], cancel: CancelToken | None) -> None:
         """All jobs as one batch; without sharing, one request after the other."""
         if self.options.share:
-            self._run(jobs, cancel)
+            Schedule(self._engine, jobs, cancel, states).run()
             return
         for index in sorted({job.index for job in jobs}):
-            self._run([job for job in jobs if job.index == index], cancel)
-
-    def _run(self, jobs: Sequence[_Job], cancel: CancelToken | None) -> None:
-        """Runs jobs to their end. On any exception no sequence stays taken."""
-        pending: deque[_Job] = deque(jobs)
-        active: list[_Job] = []
-        needed: dict[int, int] = {}
-        for job in jobs:
-            needed[id(job.tip)] = needed.get(id(job.tip), 0) + 1
-        try:
-            while pending or active:
-                if cancel:
-                    cancel.check()
-                self._admit(pending, active)
-                self._step(active, pending, cancel)
-                for job in [j for j in active if j.finish]:
-                    active.remove(job)
-                    self._complete(job)
-                    needed[id(job.tip)] -= 1
-                    if not needed[id(job.tip)] and not job.keep_logits:
-                        job.tip.logits = None
-        except BaseException:
-            for job in jobs:
-                self._free(job)
-                job.tip.logits = None
-            raise
-
-    def _admit(self, pending: deque[_Job], active: list[_Job]) -> None:
-        """Moves jobs from pending to active while there is room."""
-        waiting: deque[_Job] = deque()
-        while pending:
-            job = pending.popleft()
-            leader_at_work = any(other.group == job.group and not other.started for other in active)
-            if leader_at_work:
-                waiting.append(job)
-                continue
-            if job.tip.logits is not None and self._finished_by_tip(job):
-                active.append(job)
-                continue
-            try:
-                # Always leave a running job its progress: only a lone job may evict down to nothing.
-                self._fork(job)
-            except NoSequence:
-                if not active:
-                    raise
-                waiting.append(job)
-                break
-            active.append(job)
-        pending.extendleft(reversed(waiting))
-
-    def _finished_by_tip(self, job: _Job) -> bool:
-        """A one-token option needs no sequence once the prompt's logits are known."""
-        if job.option is None or len(job.option) != 1:
-            return False
-        assert job.tip.logits is not None
-        self._score(job, 0, job.tip.logits)
-        job.started, job.finish = True, "stop"
-        return True
-
-    def _fork(self, job: _Job) -> None:
-        """Gives a job a sequence with the deepest resident part of its prompt."""
-        if job.tip.end_tokens + 1 > self.context.n_ctx:
-            raise BadInput(
-                f"the prompt has {job.tip.end_tokens} tokens and the context {self.context.n_ctx}; "
-                "shorten the question or raise n_ctx"
-            )
-        start = job.tip
-        if job.tip.logits is None and not job.started and (job.state is None or job.keep_logits):
-            # Held or not, its output is not known: evaluate the last item (again).
-            start = job.tip.parent or job.tip
-        donor_node: Node | None = None
-        donor: int | None = None
-        for node in start.up():
-            # A recurrent model's state cannot be cut back, so only a sequence that ends here will do.
-            holders = [s for s in node.holders if not self.model.recurrent or self._pool.tip(s) is node]
-            if holders:
-                donor_node, donor = node, min(holders)
-                break
-        if donor is not None:
-            self._pool.pin(donor)
-        try:
-            seq = self._pool.take()
-        finally:
-            if donor is not None:
-                self._pool.unpin(donor)
-        if donor is not None and donor_node is not None:
-            self.context.copy_sequence(donor, seq, donor_node.end_position)
-            self._pool.move(seq, donor_node)
-        else:
-            self.context.drop(seq)
-        job.seq = seq
-        path = job.tip.path()
-        done = path.index(donor_node) + 1 if donor_node is not None else 0
-        job.missing = deque(path[done:])
-        job.offset = 0
-        job.fed = 0
-        if job.started:  # put back once: what it decoded is fed again
-            job.logits = None
-        elif not job.missing:
-            self._prompt_done(job)
-
-    def _prompt_done(self, job: _Job) -> None:
-        """The whole prompt is in the cache and its last logits are known (unless a state asked for it)."""
-        assert job.seq is not None
-        job.started = True
-        if job.state is not None:
-            job.finish = "stop"
-            return
-        logits = job.tip.logits
-        assert logits is not None
-        if job.option is not None:
-            self._score(job, 0, logits)
-            job.feed = list(job.option[:-1])
-            if not job.feed:
-                job.finish = "stop"
-        else:
-            job.logits = logits
-            if job.filler is not None:
-                self._take(job, job.filler.start())
-                self.counters.forced_tokens += job.filler.forced
-            if job.fed == len(job.feed) and not job.finish:
-                self._draw(job)
-
-    def _score(self, job: _Job, position: int, logits: NDArray[np.float32]) -> None:
-        """Keeps what a scored run needs of the logits after ``position`` of its tokens."""
-        assert job.option is not None
-        if job.collect:
-            if position in job.collect:
-                job.collected[position] = logits[list(job.collect[position])]
-        elif position < len(job.option):
-            del job.logprobs[position:]
-            job.logprobs.append(log_probability(logits, job.option[position]))
-
-    def _take(self, job: _Job, tokens: list[int]) -> None:
-        """Puts a form's tokens behind the prompt and looks whether it ends."""
-        assert job.filler is not None
-        assert job.request is not None
-        job.feed += tokens
-        if job.filler.done:
-            job.finish = "stop"
-        elif len(job.feed) >= job.request.max_tokens or job.tip.end_tokens + len(job.feed) >= self.context.n_ctx:
-            job.finish = "length"
-
-    def _step(self, active: list[_Job], pending: deque[_Job], cancel: CancelToken | None) -> None:
-        """One forward pass over everything that can advance."""
-        running = [j for j in active if not j.finish]
-        for job in running:
-            try:
-                self._images(job, cancel)
-            except NoSequence:
-                self._make_room(active, pending, job.missing[0].item.n_tokens)  # type: ignore[union-attr]
-                return
-        running = [j for j in running if not j.finish]
-        if not running:
-            return
-        tokens: list[int] = []
-        positions: list[int] = []
-        sequences: list[int] = []
-        wanted: list[bool] = []
-        plan: list[tuple[_Job, int, int, int]] = []  # job, first batch index, prompt tokens, fed tokens
-        n_prompt = 0
-        for job in running:
-            assert job.seq is not None
-            first, prompt = len(tokens), 0
-            room = self.context.n_batch - len(tokens)
-            offset = job.offset
-            for node in job.missing:
-                if room <= 0 or not isinstance(node.item, TokenRun):
-                    break
-                run = node.item.tokens[offset : offset + room]
-                start = node.end_position - node.item.n_positions + offset
-                tokens += run
-                positions += range(start, start + len(run))
-                sequences += [job.seq] * len(run)
-                whole = offset + len(run) == node.item.n_tokens
-                output = job.state is None or job.keep_logits
-                wanted += [False] * (len(run) - 1) + [whole and node is job.tip and output]
-                prompt += len(run)
-                room -= len(run)
-                if not whole:
-                    break
-                offset = 0
-            fed = 0
-            if not job.missing:
-                feed = job.feed[job.fed : job.fed + room]
-                start = job.tip.end_position + job.fed
-                tokens += feed
-                positions += range(start, start + len(feed))
-                sequences += [job.seq] * len(feed)
-                score = job.option is not None
-                wanted += [score or k == len(job.feed) - job.fed - 1 for k in range(len(feed))]
-                fed = len(feed)
-            if prompt or fed:
-                plan.append((job, first, prompt, fed))
-                n_prompt += prompt
-        if not tokens:
-            return
-        try:
-            self._pool.reserve(len(tokens))
-            start_s = time.perf_counter()
-            status = self.context.decode(tokens, positions, sequences, wanted, cancel)
-            elapsed = time.perf_counter() - start_s
-        except NoSequence:
-            status, elapsed = DECODE_NO_SLOT, 0.0
-        if status == DECODE_NO_SLOT:
-            self._make_room(active, pending, len(tokens))
-            return
-        if status == DECODE_ABORTED:
-            raise Cancelled("cancelled before the answer was complete")
-        if status != 0:
-            raise HoverlensError(f"llama.cpp failed to decode ({last_error() or f'status {status}'})")
-        self.counters.batches += 1
-        self.counters.prefill_tokens += n_prompt
-        share = n_prompt / len(tokens)
-        self.counters.prefill_s += elapsed * share
-        self.counters.decode_s += elapsed * (1 - share)
-        for job, first, prompt, fed in plan:
-            if prompt:
-                self._advance(job, first, prompt)
-            elif fed:
-                self._fed(job, first, fed)
-
-    def _images(self, job: _Job, cancel: CancelToken | None) -> None:
-        """Decodes the images that stand next in a job's prompt (one at a time: they are not batched)."""
-        while job.missing and isinstance(job.missing[0].item, ImageItem):
-            assert self._projector is not None
-            assert job.seq is not None
-            if cancel:
-                cancel.check()
-            node = job.missing[0]
-            item = node.item
-            assert isinstance(item, ImageItem)
-            chunk: ImageChunk = item.chunk
-            if chunk.embedding is None or not self.options.share:
-                start = time.perf_counter()
-                chunk.embedding = self._projector.encode_chunk(chunk)
-                self.counters.image_encodes += 1
-                self.counters.encode_s += time.perf_counter() - start
-            self._pool.reserve(item.n_tokens)
-            start = time.perf_counter()
-            status = self._projector.decode_chunk(self.context, chunk, job.seq, node.end_position - item.n_positions)
-            if status != 0:
-                raise HoverlensError(
-                    f"llama.cpp failed to take the image ({last_error() or f'status {status}'}); "
-                    "raise n_ctx or lower image_max_tokens"
-                )
-            self.counters.prefill_s += time.perf_counter() - start
-            self.counters.prefill_tokens += item.n_tokens
-            job.prefilled += item.n_tokens
-            job.missing.popleft()
-            self._pool.move(job.seq, node)
-            if not job.missing:
-                if job.state is None:
-                    raise ValueError("a request must end with text: after an image there are no logits")
-                self._prompt_done(job)
-
-    def _advance(self, job: _Job, first: int, count: int) -> None:
-        """Books ``count`` evaluated prompt tokens of a job."""
-        assert job.seq is not None
-        if job.started:  # put back once: the prompt is evaluated again
-            self.counters.recomputed_tokens += count
-        else:
-            job.prefilled += count
-        index = first
-        while count:
-            node = job.missing[0]
-            assert node.item is not None
-            left = node.item.n_tokens - job.offset
-            took = min(left, count)
-            count -= took
-            index += took
-            if job.offset + took < node.item.n_tokens:
-                job.offset += took
-                self._pool.extra_cells += took
-                break
-            self._pool.extra_cells -= job.offset
-            job.offset = 0
-            job.missing.popleft()
-            self._pool.move(job.seq, node)
-            if node is job.tip and not job.started:
-                if job.state is None or job.keep_logits:
-                    job.tip.logits = self.context.logits(index - 1)
-                self._prompt_done(job)
-
-    def _fed(self, job: _Job, first: int, count: int) -> None:
-        """Books tokens behind the prompt, and draws the next one or collects scores."""
-        self._pool.extra_cells += count
-        if job.option is not None:
-            for k in range(count):
-                self._score(job, job.fed + k + 1, self.context.logits(first + k))
-            self.counters.forced_tokens += count
-            job.fed += count
-            if job.fed == len(job.feed):
-                job.finish = "stop"
-            return
-        job.fed += count
-        if job.fed == len(job.feed):
-            job.logits = self.context.logits(first + count - 1)
-            self._draw(job)
-
-    def _draw(self, job: _Job) -> None:
-        """Draws a job's next token from its logits and looks whether it ends."""
-        assert job.request is not None
-        assert job.sampler is not None
-        assert job.logits is not None
-        request, raw = job.request, job.logits
-        if job.filler is not None:
-            drawn, forced = job.filler.drawn, job.filler.forced
-            self._take(job, job.filler.draw(raw))
-            self.counters.decoded_tokens += job.filler.drawn - drawn
-            self.counters.forced_tokens += job.filler.forced - forced
-            return
-        if len(job.feed) >= request.max_tokens:
-            job.finish = "length"
-            return
-        logits = np.where(self._forbidden, np.float32(-np.inf), raw)
-        if job.grammar is not None:
-            greedy = request.sampling.temperature <= 0
-            best = int(np.argmax(logits))
-            if not (greedy and job.grammar.allows(best)):
-                logits = job.grammar.mask(logits)
-                if not np.isfinite(logits).any():
-                    job.finish = "stop"  # the grammar is complete and has no end token to give
-                    return
-        token = job.sampler.draw(logits)
-        self.counters.decoded_tokens += 1
-        if self.model.eog[token]:
-            job.finish = "stop"
-            return
-        if job.grammar is not None:
-            job.grammar.accept(token)
-        job.logprob += log_probability(raw, token)
-        job.feed.append(token)
-        job.text += self.model.piece(token)
-        for stop in request.stop:
-            at = job.text.find(stop.encode())
-            if at >= 0:
-                job.cut = at if job.cut is None else min(job.cut, at)
-                job.finish = "stop"
-        full = job.tip.end_tokens + len(job.feed) >= self.context.n_ctx
-        if not job.finish and (full or len(job.feed) >= request.max_tokens):
-            job.finish = "length"
-
-    def _make_room(self, active: list[_Job], pending: deque[_Job], tokens: int) -> None:
-        """The cache is full: drop the least recent branch, else put the newest job back in the queue."""
-        if self._pool.evict():
-            return
-        holding = [j for j in active if j.seq is not None and not j.finish]
-        if len(holding) <= 1:
-            raise HoverlensError(
-                f"{self._pool.cells + tokens} tokens do not fit the KV cache of {self.context.n_ctx}; "
-                "raise n_ctx, or ask a shorter question"
-            )
-        job = holding[-1]
-        self._free(job)
-        active.remove(job)
-        pending.append(job)
-        self.counters.evictions += 1
-
-    def _complete(self, job: _Job) -> None:
-        """A finished job gives its sequence to its state, keeps it for ``keep``, or frees it."""
-        if job.state is not None:
-            state, seq = job.state, job.seq
-            assert seq is not None
-            if state.seq is not None:
-                self._pool.release(state.seq)
-            self._pool.retain(seq, state)
-            self._pool.unpin(seq)
-            state.seq, job.seq = seq, None
-        elif job.request is None or not job.request.keep:
-            self._free(job)
-
-    def _free(self, job: _Job) -> None:
-        if job.seq is not None:
-            self._pool.extra_cells -= job.fed + job.offset
-            self._pool.release(job.seq)
-            job.seq, job.fed, job.offset = None, 0, 0
+            Schedule(self._engine, [job for job in jobs if job.index == index], cancel).run()
 
     def _state(self, state: State) -> LlamaState:
         if not isinstance(state, LlamaState) or state._backend is not self:
@@ -940,6 +541,11 @@ class LlamaCppBackend(Backend):
         self._context = None
         self._projector = None
         self._model = None
+
+
+def whole_characters(data: bytes) -> str:
+    """UTF-8 as text: what no character can have becomes U+FFFD, a last one that is cut short is left out."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
 
 def _default_threads() -> int:
