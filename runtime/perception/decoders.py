@@ -363,7 +363,8 @@ def _match_detr(
         name, value = next(iter(flat.items()))
         queries, columns = value.shape[1:]
         counts = {grid_count(size, s) * k for s in STRIDES for k in (1, 3)}
-        plausible = columns - 4 == nc if nc is not None else columns == 84
+        # Six columns are an end-to-end list, also where there are two names.
+        plausible = columns != 6 and (columns - 4 == nc if nc is not None else columns == 84)
         if queries not in counts and columns not in counts and (plausible or family) and columns > 4:
             inside = value[..., 4:][np.isfinite(value[..., 4:])]
             scores = bool(inside.size) and inside.min() >= 0 and inside.max() <= 1

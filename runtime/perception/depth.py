@@ -128,33 +128,40 @@ class DepthMap:
             return None
         return difference > 0
 
-    def height_above_ground(self, boxes: Boxes, depression_deg: float = 90.0) -> NDArray[np.float32]:
+    def height_above_ground(
+        self, boxes: Boxes, depression_deg: float = 90.0, altitude: float | None = None
+    ) -> NDArray[np.float32]:
         """How far each object stands out from the ground around it, by the jump in depth.
 
         The ground is a plane fitted to a ring around the box (half a box wide, other boxes left
         out, what stands out itself is trimmed away). In a pinhole view a plane is affine in inverse
         depth, so the fit holds for nadir and oblique views alike. At a pixel of the object the ray
-        would have met that plane further on; the missing piece of ray times the sine of its
-        depression is the height. The 80th percentile over the box is returned: near the top of the
-        object, without its outliers.
+        would have met that plane further on. With the altitude known, the height is altitude times
+        the missing share of the ray, exact for any pitch and any unit of depth. Without, it is the
+        missing piece times the sine of ``depression_deg``: exact where the view's angle is the
+        ray's, some 20 % off at the rim of a shallow view. The 80th percentile over the box is
+        returned: near the top of the object, without its outliers.
 
         Args:
             boxes: On the frame or on a crop of it.
-            depression_deg: Angle of the view below the horizon, 90 looking straight down. Only
-                matters for metric maps and maps true up to a factor.
+            depression_deg: Angle of the view below the horizon, 90 looking straight down; only
+                used without ``altitude``, and not for ``inverse`` maps.
+            altitude: Height of the camera above this ground; not used for ``inverse`` maps.
 
         Returns:
-            float32, N: metres for a metric map. A map true up to a factor gives heights in its own
-            unit, an ``inverse`` one a jump in disparity: good for comparing boxes of this map at
-            similar distance, no length. NaN where box or ring hold too little. Around 0 for what
-            lies on the ground.
+            float32, N: in the unit of ``altitude``; without it metres for a metric map and the
+            map's own unit for one true up to a factor. An ``inverse`` map gives the jump in
+            disparity: good for comparing boxes of this map at similar distance, no length. NaN
+            where box or ring hold too little. Around 0 for what lies on the ground.
 
         Raises:
-            BadInput: The boxes belong to a frame of another size, or the angle is not above 0 and
-                up to 90 degrees.
+            BadInput: The boxes belong to a frame of another size, the angle is not above 0 and up
+                to 90 degrees, or the altitude is not above 0.
         """
         if not 0 < depression_deg <= 90:
             raise BadInput(f"depth: depression is {depression_deg}, needed degrees above 0 and up to 90")
+        if altitude is not None and not 0 < altitude < math.inf:
+            raise BadInput(f"depth: altitude is {altitude}, needed a number above 0")
         with np.errstate(all="ignore"):
             field = 1.0 - self.depth if self.inverse else 1.0 / self.depth
         known = np.isfinite(field)
@@ -177,7 +184,12 @@ class DepthMap:
             here = field64[inner[1] : inner[3], inner[0] : inner[2]]
             ground = plane[0] * xs + plane[1] * ys + plane[2]
             with np.errstate(all="ignore"):
-                height = here - ground if self.inverse else (1 / ground - 1 / here) * sine
+                if self.inverse:
+                    height = here - ground
+                elif altitude is not None:
+                    height = altitude * (1 - ground / here)
+                else:
+                    height = (1 / ground - 1 / here) * sine
             usable = np.isfinite(height) if self.inverse else np.isfinite(height) & (ground > 0)
             if usable.any():
                 out[i] = np.percentile(height[usable], 80)
