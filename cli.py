@@ -10,7 +10,6 @@ by Ctrl-C.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -234,8 +233,7 @@ def _answer(
         finally:
             # A question that never began, since a model did not load, leaves no trace.
             if trace_path is not None and len(trace.events) > 1:
-                lines = (json.dumps(event, ensure_ascii=False) + "\n" for event in trace.events)
-                atomic_write_text(trace_path, "".join(lines))
+                atomic_write_text(trace_path, trace.to_text())
         try:
             if overlay_path is not None:
                 write_overlay(overlay_path, runtime, frame, asked.text, answer)
@@ -287,9 +285,9 @@ def bundle() -> None:
         "\\\n    --mllm qwen.gguf --mmproj mmproj.gguf -o models/board"
     )
 )
-@click.option("--detector", required=True, metavar="FILE", help="Detector, ONNX.")
+@click.option("--detector", metavar="FILE", help="Detector, ONNX.")
 @click.option("--labels", metavar="FILE", help="Class names, one a line. Default: the model's own.")
-@click.option("--depth", required=True, metavar="FILE", help="Monocular depth model, ONNX.")
+@click.option("--depth", metavar="FILE", help="Monocular depth model, ONNX.")
 @click.option("--mllm", required=True, metavar="FILE", help="Text model, GGUF.")
 @click.option("--mmproj", required=True, metavar="FILE", help="Its vision projector, GGUF.")
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to make.")
@@ -303,10 +301,14 @@ def bundle() -> None:
     metavar="N",
     help="Least visual tokens for good grounding; 1024 for real Qwen3-VL models.",
 )
+@click.option("--image-max-tokens", type=click.IntRange(min=1), metavar="N", help="Most visual tokens of an image.")
 @json_flag
 @verbosity_options
 def assemble(output: str, as_json: bool, **options: Any) -> None:
-    """Make a bundle of model files."""
+    """Make a bundle of model files.
+
+    Without a detector or a depth model the tools that need one ask the MLLM instead, or say that they cannot.
+    """
     from .export.assemble import assemble
     from .runtime.bundle import bundle_info, describe_bundle
 

@@ -152,9 +152,9 @@ def assemble(
             tools=tool_versions(),
             prompt_template=prompt_template,
             image_min_tokens=image_min_tokens,
+            image_max_tokens=image_max_tokens,
             accuracy=accuracy,
         )
-        manifest = with_image_limit(manifest, image_max_tokens)
         write_manifest(folder, manifest)
     return Bundle.open(out, verify=False)
 
@@ -186,11 +186,6 @@ def tool_versions(*names: str) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             out[package] = importlib.metadata.version(package)
     return out
-
-
-def with_image_limit(manifest: Manifest, tokens: int | None) -> Manifest:
-    """The manifest with ``image_max_tokens``, an optional extra field that the runtime looks for."""
-    return manifest if tokens is None else manifest.model_copy(update={"image_max_tokens": tokens})
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -33,7 +33,6 @@ from .assemble import (
     gguf_facts,
     new_bundle,
     tool_versions,
-    with_image_limit,
     write_manifest,
 )
 from .converter import OUTPUT_TYPES, convert_pair, installed_version
@@ -238,14 +237,14 @@ def _manifest(folder: Path, preset: str, recipe: dict[str, Any]) -> Manifest:
         facts["source"] = f"hoverlens.export.random_mllm --preset {preset} --seed {recipe['seed']}"
         entries[role] = FileEntry(path=path.name, sha256=sha256_file(path), size=path.stat().st_size, **facts)
     # No date: the same recipe gives the same manifest.
-    manifest = Manifest(
+    return Manifest(
         name="random" if preset == DEFAULT_PRESET else f"random-{preset}",
         note="The MLLM has RANDOM weights: its answers mean nothing. For demonstrations, tests and timing.",
         files=entries,
         tools=tool_versions("transformers", "tokenizers"),
+        image_max_tokens=RANDOM_MAX_TOKENS,
         recipe=recipe,
     )
-    return with_image_limit(manifest, RANDOM_MAX_TOKENS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -96,6 +96,7 @@ class Manifest(_Lenient):
         tools: Versions of what made it.
         prompt_template: Version of the prompts that the MLLM was made for, or None.
         image_min_tokens: Least visual tokens an image needs for good grounding, or None.
+        image_max_tokens: Most visual tokens of an image, or None for the model's own limit.
         accuracy: The check that it passed, or None.
         recipe: What it was made from, for the maker to see whether it is up to date.
     """
@@ -108,6 +109,7 @@ class Manifest(_Lenient):
     tools: dict[str, str] = {}
     prompt_template: str | None = None
     image_min_tokens: int | None = Field(default=None, ge=1)
+    image_max_tokens: int | None = Field(default=None, ge=1)
     accuracy: Accuracy | None = None
     recipe: dict[str, Any] | None = None
 
@@ -139,6 +141,7 @@ class Manifest(_Lenient):
             },
             "prompt_template": self.prompt_template,
             "image_min_tokens": self.image_min_tokens,
+            "image_max_tokens": self.image_max_tokens,
             **(self.model_extra or {}),
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

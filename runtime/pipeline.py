@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from . import prompts
@@ -72,6 +72,7 @@ def ask(
     prompt_version: str = prompts.VERSION,
     image_min_tokens: int | None = None,
     bundle: dict[str, str] | None = None,
+    warnings: Sequence[str] = (),
 ) -> Answer:
     """Answers one question about one frame. The backend must be idle.
 
@@ -134,7 +135,7 @@ def ask(
         stages_s=_stages(session, backend.counters - before, wall),
         bundle=dict(bundle or {}),
         frame=frame_facts,
-        warnings=tuple(session.warnings),
+        warnings=(*warnings, *session.warnings),
         probabilities=outcome.probabilities,
     )
     trace.emit("answer", **result.to_dict())

@@ -116,6 +116,7 @@ class Runtime:
                 prompt_version=self.bundle.manifest.prompt_template or prompts.VERSION,
                 image_min_tokens=self.bundle.manifest.image_min_tokens,
                 bundle={"name": self.bundle.name, "sha256": self.bundle.sha256},
+                warnings=self._warnings(),
             )
 
     def detect(self, frame: FrameLike, **options: Any) -> Boxes:
@@ -151,8 +152,13 @@ class Runtime:
             self.profile.n_ctx,
             self.profile.n_batch,
             (b.file("detector"), b.file("depth")),
-            self._image_max_tokens(),
+            self.bundle.manifest.image_max_tokens,
         )
+
+    def _warnings(self) -> tuple[str, ...]:
+        """What every answer of this bundle has to say."""
+        random = [role for role in self.bundle.random_roles if role.startswith("mllm")]
+        return ("the language model has random weights: its answers mean nothing",) if random else ()
 
     # -- loading ------------------------------------------------------------------------------------
 
@@ -182,7 +188,7 @@ class Runtime:
                     n_sequences=p.n_sequences,
                     n_batch=p.n_batch,
                     threads=p.threads,
-                    image_max_tokens=self._image_max_tokens(),
+                    image_max_tokens=self.bundle.manifest.image_max_tokens,
                     share=self.share,
                 ),
                 identity="|".join(e.sha256 for e in entries if e is not None),
@@ -194,10 +200,6 @@ class Runtime:
                 raise
             self._backend = backend
         return self._backend, self._chat
-
-    def _image_max_tokens(self) -> int | None:
-        value = (self.bundle.manifest.model_extra or {}).get("image_max_tokens")
-        return value if isinstance(value, int) and value > 0 else None
 
     def _open_detector(self) -> Detector:
         self._check_open()
