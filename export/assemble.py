@@ -311,6 +311,8 @@ def _depth_facts(
     with _refused_as(path, "depth model"), DepthModel.open(path, kind=kind, preprocessing=preprocessing) as model:
         return {
             "kind": model.kind,
+            # Partly told by the file's name, which a bundle does not keep.
+            "meaning": model.meaning,
             "preprocessing": model.preprocessing.to_dict(),
             **_engine_facts(model.engine, path),
         }

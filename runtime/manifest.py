@@ -49,6 +49,7 @@ class FileEntry(_Lenient):
         labels: Class names by index.
         family: How a detector's outputs are read.
         kind: ``metric`` or ``relative``, of a depth model.
+        meaning: Whether a depth model's numbers are depth or disparity.
     """
 
     path: str
@@ -63,6 +64,7 @@ class FileEntry(_Lenient):
     labels: list[str] | None = None
     family: str | None = None
     kind: Literal["metric", "relative"] | None = None
+    meaning: Literal["depth", "disparity"] | None = None
 
     @field_validator("path")
     @classmethod
@@ -127,7 +129,7 @@ class Manifest(_Lenient):
         Names, paths, dates, sources and licences do not count, so a bundle keeps its digest when it is moved,
         renamed or made again. Fields that this version does not know may change an answer, so they count.
         """
-        semantic = ("precision", "inputs", "preprocessing", "labels", "family", "kind")
+        semantic = ("precision", "inputs", "preprocessing", "labels", "family", "kind", "meaning")
         content = {
             "format": self.format,
             "files": {

@@ -22,6 +22,7 @@ from .mllm.chat import ChatFormat
 from .profiles import Profile, profile_named
 from .question import Question
 from .reasoning.session import StepCallback
+from .tools.perception import PerceptionCache
 from .trace import Trace
 
 if TYPE_CHECKING:
@@ -113,6 +114,11 @@ class Runtime:
                 on_step=on_step,
                 trace=trace,
                 cancel=cancel,
+                perception=PerceptionCache(
+                    picture,
+                    self._open_detector if self.bundle.file("detector") else None,
+                    self._open_depth if self.bundle.file("depth") else None,
+                ),
                 prompt_version=self.bundle.manifest.prompt_template or prompts.VERSION,
                 image_min_tokens=self.bundle.manifest.image_min_tokens,
                 bundle={"name": self.bundle.name, "sha256": self.bundle.sha256},
@@ -223,6 +229,7 @@ class Runtime:
             self._depth = DepthModel.open(
                 path,
                 kind=entry.kind,
+                meaning=entry.meaning,
                 preprocessing=entry.preprocessing,
                 threads=self.profile.threads,
             )
