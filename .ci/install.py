@@ -74,8 +74,21 @@ def check_machine() -> None:
     candidates = compiler[:1] or ["c++", "g++", "clang++"]
     if not any(shutil.which(c) for c in candidates) or not any(shutil.which(c) for c in ("cc", "gcc", "clang")):
         missing["a C++ compiler"] = "build-essential"
-    if missing:
+    if missing and not bring(missing):
         raise SetupError(f"missing: {', '.join(missing)}; run: sudo apt-get install -y " + " ".join(missing.values()))
+
+
+def bring(missing: dict[str, str]) -> bool:
+    """Installs Debian packages where this user may; False where it may not or it failed."""
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        return False
+    say(f"installing {', '.join(missing)} with apt-get")
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    for arguments in (["update", "-q"], ["install", "-y", "-q", "--no-install-recommends", *missing.values()]):
+        done = subprocess.run(["apt-get", *arguments], env=environment, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode != 0:
+            return False
+    return True
 
 
 def digest(*parts: str | Path) -> str:
