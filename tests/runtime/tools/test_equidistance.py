@@ -62,6 +62,20 @@ def test_a_made_up_series_loses_all_but_its_ends(n: int, step: tuple[float, floa
     assert equidistant(row(n, step)).tolist() == [False, *[True] * (n - 2), False]
 
 
+@given(
+    st.tuples(*[st.floats(0, 0.3)] * 2),
+    st.tuples(*[st.floats(-0.03, 0.03)] * 2),
+    st.floats(0.005, 0.1),
+    st.integers(6, 24),
+)
+def test_an_even_series_is_found_whatever_its_step(
+    at: tuple[float, float], step: tuple[float, float], size: float, n: int
+) -> None:
+    corner = np.array(at) + np.array(step) * np.arange(n)[:, None]
+    found = equidistant(np.round(np.hstack([corner, corner + round(size, 3)]), 3))
+    assert found.tolist() == [False, *[True] * (n - 2), False]
+
+
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 5])
 def test_too_short_a_series_stays(n: int) -> None:
     assert not equidistant(row(n)).any()
