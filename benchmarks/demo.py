@@ -22,6 +22,7 @@ from ..runtime.bundle import Bundle, find_bundle
 from ..runtime.errors import HoverlensError
 
 QUESTION = "How many cars can you see?"
+MODE = "direct"
 OPTIONS = ("0", "1 to 3", "4 to 9", "10 or more")
 
 
@@ -81,7 +82,7 @@ def through_python(bundle: Bundle, photo: Path) -> None:
 
     print("\nThe same in Python:")
     with hoverlens.load(bundle) as runtime:
-        answer = runtime.ask(photo, QUESTION, OPTIONS)
+        answer = runtime.ask(photo, QUESTION, OPTIONS, mode=MODE)
         print(f"  runtime.ask(...)    -> {answer.answer!r}, confidence {answer.confidence:.2f}")
         if bundle.file("detector"):
             boxes = runtime.detect(photo)
@@ -131,7 +132,8 @@ def with_perception(bundle: Bundle, data: Path, folder: Path) -> Bundle:
 
 
 def ask_command(photo: Path) -> list[str]:
-    command = [*hoverlens_command(), "ask", str(photo), QUESTION]
+    # A search over random weights would only wander; direct shows the whole way in seconds.
+    command = [*hoverlens_command(), "ask", str(photo), QUESTION, "--mode", MODE]
     for option in OPTIONS:
         command += ["--option", option]
     return command

@@ -331,7 +331,9 @@ def _engine_facts(engine: Engine, path: Path) -> dict[str, Any]:
     dtype = engine.inputs[0].dtype
     # The operator's name stands in the graph as plain text.
     quantised = path.stat().st_size > 0 and _contains(path, b"DequantizeLinear")
+    licence = " ".join(engine.metadata.get("license", "").split())[:200]
     return {
+        **({"licence": licence} if licence else {}),
         "precision": "int8" if quantised else {"float32": "fp32", "float16": "fp16"}.get(dtype, dtype),
         "inputs": {spec.name: list(spec.shape) for spec in engine.inputs},
     }

@@ -40,7 +40,7 @@ MODES: dict[str, Callable[[Session], Outcome]] = {
 }
 """Name of a mode to the function that runs it."""
 
-DEFAULT_MODE = "direct"
+DEFAULT_MODE = "uavmas"
 
 
 def check_mode(mode: str) -> None:

@@ -338,3 +338,20 @@ def test_real_files_make_a_bundle(shared_data: Path, tmp_path: Path) -> None:
     bundle = assemble(tmp_path / "b", detector=models / "yolov5su_visdrone_640.onnx")
     assert bundle.manifest.files["detector"].family == "yolov8"
     assert len(bundle.manifest.files["detector"].labels or []) == 10
+
+
+def test_an_onnx_files_own_licence_is_kept(tmp_path: Path) -> None:
+    source = tmp_path / "depth.onnx"
+    node = onnx.helper.make_node("ReduceMean", ["image"], ["depth"], axes=[1], keepdims=0)
+    graph = onnx.helper.make_graph(
+        [node],
+        "depth",
+        [onnx.helper.make_tensor_value_info("image", onnx.TensorProto.FLOAT, [1, 3, 28, 42])],
+        [onnx.helper.make_tensor_value_info("depth", onnx.TensorProto.FLOAT, [1, 28, 42])],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=8)
+    onnx.helper.set_model_props(model, {"license": "AGPL-3.0 (see its\npage)"})
+    onnx.save(model, source)
+    entry = assemble(tmp_path / "bundle", depth=source).entry("depth")
+    assert entry is not None
+    assert entry.licence == "AGPL-3.0 (see its page)"
