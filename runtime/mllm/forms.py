@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Union
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Held:
     max_tokens: int
 
 
-Piece = Union[Literal, Pick, Free, Held]  # noqa: UP007 - evaluated at run time on Python 3.10
+Piece = Literal | Pick | Free | Held
 Form = Callable[[], Generator[Piece, str, None]]
 
 

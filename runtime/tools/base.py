@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..mllm.base import Choice, ChooseRequest, GenerateRequest, Generation, ImageFeatures
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ..perception.depth import DepthMap
     from ..reasoning.session import Session
 
-Ask = Union[ChooseRequest, GenerateRequest]
-Told = Union[Choice, Generation]
+Ask = ChooseRequest | GenerateRequest
+Told = Choice | Generation
 ToolRun = Generator[list[Ask], list[Told], "Feedback"]
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 normalised by the width and height of the original frame."""

@@ -37,7 +37,7 @@ class Zoom:
         given = Arguments(self.name, self.parameters, arguments)
         region = given.box("region")
         crop, mapping = soft_crop(session.frame.rgb, region, self.margin, self.out_size, self.soft)
-        image = session.backend.encode(crop, session.cancel)
+        image = session.encode(crop)
         shown = mapping.norm
         x, y, w, h = shown[0], shown[1], shown[2] - shown[0], shown[3] - shown[1]
         sharp = f", sharp in {format_box(region)}" if self.soft and self.margin > 0 else ""
