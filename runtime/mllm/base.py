@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Union
@@ -119,6 +119,8 @@ class GenerateRequest:
         stop: Strings that end the text; they are cut from it.
         form: Fixed parts and slots instead of plain text; then grammar and stop are not used, and
             ``max_tokens`` is a limit on the whole output.
+        script: With a form, the slots' values: the model goes through the motions, but its words are given.
+            For timing.
         keep: Return the state after the generated tokens in :attr:`Generation.state`.
         label: Who asks (an agent's name); for traces and counters.
     """
@@ -130,6 +132,7 @@ class GenerateRequest:
     grammar: str | None = None
     stop: tuple[str, ...] = ()
     form: Form | None = None
+    script: Mapping[str, str] | None = None
     keep: bool = False
     label: str = ""
 
