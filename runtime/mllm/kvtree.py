@@ -208,10 +208,6 @@ class SequencePool:
                 return i
         return None
 
-    def free_sequences(self) -> int:
-        """Sequences that :meth:`take` could hand out, evictable ones included."""
-        return sum(1 for s in self._slots if s.pins == 0)
-
     def in_use(self) -> int:
         """Sequences pinned or retained."""
         return sum(1 for s in self._slots if s.pins or s.owner is not None)

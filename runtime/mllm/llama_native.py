@@ -27,6 +27,9 @@ log = logging.getLogger("hoverlens.llama")
 DECODE_ABORTED = 2
 DECODE_NO_SLOT = 1
 
+CONTEXT_UNIT = 256
+"""llama.cpp's contexts are multiples of this many tokens."""
+
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 _lib: Any = None
 _mtmd: Any = None
@@ -204,6 +207,10 @@ class Context:
         lib, _ = libraries()
         self.model = model
         params = lib.llama_context_default_params()
+        # llama.cpp rounds the context up too, but only after it has cut the batch to it; and a batch that is
+        # smaller than one token for each sequence makes it end the process.
+        n_ctx = -(-n_ctx // CONTEXT_UNIT) * CONTEXT_UNIT
+        n_batch = max(n_batch, n_seq)
         params.n_ctx = n_ctx
         params.n_batch = n_batch
         params.n_ubatch = n_batch

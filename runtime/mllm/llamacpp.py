@@ -31,6 +31,7 @@ from .base import (
     State,
     Text,
 )
+from .dictation import Dictation
 from .interrupts import hold_interrupts
 from .kvtree import ImageItem, Item, Node, SequencePool, TokenRun, root
 from .llama_native import Context, Grammar, ImageChunk, Model, Projector, libraries
@@ -45,9 +46,9 @@ class LlamaOptions:
     """How llama.cpp runs a model.
 
     Attributes:
-        n_ctx: KV cells for all branches together; one branch may take all of them.
+        n_ctx: KV cells for all branches together, rounded up to 256; one branch may take all of them.
         n_sequences: Most branches resident at once (llama.cpp's limit is 256).
-        n_batch: Most tokens in one forward pass.
+        n_batch: Most tokens in one forward pass; at least ``n_sequences`` are taken.
         threads: CPU threads; None means the CPUs this process may use.
         gpu_layers: Layers on the GPU; -1 means all, where the build has a GPU backend.
         flash_attention: Off by default: with a unified cache its results depend on what else is cached.
@@ -414,10 +415,12 @@ class LlamaCppBackend(Backend):
             filler=self._filler(request),
         )
 
-    def _filler(self, request: GenerateRequest) -> Filler | None:
+    def _filler(self, request: GenerateRequest) -> Filler | Dictation | None:
         if request.form is None:
             return None
         model = self.model
+        if request.script is not None:
+            return Dictation(request.form, model, request.script)
         return Filler(request.form, model, self._forbidden, request.sampling, lambda source: Grammar(model, source))
 
     def _generation(self, job: Job) -> Generation:
