@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
@@ -93,8 +94,8 @@ class Filler:
         """
         piece = self._piece
         assert piece is not None
-        self.drawn += 1
         if isinstance(piece, Pick):
+            self.drawn += 1
             return self._draw_pick(piece, logits)
         masked = np.where(self._forbidden, np.float32(-np.inf), logits)
         if isinstance(piece, Held):
@@ -102,6 +103,7 @@ class Filler:
             masked = self._matcher.mask(masked)
             if not np.isfinite(masked).any():
                 return self._end(piece.name)
+        self.drawn += 1
         token = self._sampler.draw(masked)
         if self._vocabulary.eog[token]:
             return self._close_slot(piece)
@@ -224,9 +226,17 @@ class Filler:
         return self._continue(value)
 
     def _give(self, data: bytes) -> list[int]:
-        if not data:
-            return []
         self.text += data
-        tokens = list(self._vocabulary.tokenize(data.decode("utf-8", "replace"), False))
+        tokens: list[int] = []
+        # A drawn token may end inside a character: the rest of that is given byte by byte.
+        for run in re.split(r"([\udc80-\udcff]+)", data.decode("utf-8", "surrogateescape")):
+            raw = run.encode("utf-8", "surrogateescape")
+            if not raw:
+                continue
+            try:
+                tokens += self._vocabulary.tokenize(raw.decode(), False)
+            except UnicodeDecodeError:
+                for i in range(len(raw)):
+                    tokens += self._vocabulary.tokens_spelling(raw[i : i + 1])[:1]
         self.forced += len(tokens)
         return tokens

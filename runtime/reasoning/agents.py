@@ -15,7 +15,7 @@ from ..mllm.base import ChooseRequest, GenerateRequest, Part, Sampling, State, T
 from ..mllm.forms import Form, Free, Held, Literal, Pick, Piece
 from ..question import Question
 from ..tools.base import Feedback, Parameter, Tool
-from .parse import parse_box, parse_boxes
+from .parse import parse_box, parse_boxes, valid_answer
 from .session import Session
 from .settings import Settings
 from .state import Belief, Draft
@@ -74,13 +74,15 @@ class Action:
         return self.tool is None
 
     def text(self) -> str:
-        """As the history and the other agents read it."""
-        thought = f"Thought: {self.thought}\n" if self.thought else ""
+        """A_t as every agent reads it."""
         if self.tool is None:
-            shown = self.answer.text if self.answer else "nothing"
-            return f"{thought}Action: {FINISH}({shown})"
+            return f"Action: {FINISH}({self.answer.text if self.answer else 'nothing'})"
         arguments = ", ".join(f"{k}={v}" for k, v in self.arguments.items() if v)
-        return f"{thought}Action: {self.tool.name}({arguments})"
+        return f"Action: {self.tool.name}({arguments})"
+
+    def reason(self) -> str:
+        """The thought as a line of its own; it stems from the history, so not every agent may read it."""
+        return f"Thought: {self.thought}\n" if self.thought else ""
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,11 @@ class Step:
     action: Action
     feedback: Feedback
 
-    def parts(self, version: str) -> tuple[Part, ...]:
+    def parts(self, version: str, thought: bool = True) -> tuple[Part, ...]:
         """The step as prompt parts: text, and the picture that a tool gave."""
         text = prompts.fill("step", version, action=self.action.text(), feedback=self.feedback.text) + "\n"
+        if thought:
+            text = self.action.reason() + text
         if self.feedback.image is None:
             return (Text(text),)
         return (Text(text), self.feedback.image, Text("\n"))
@@ -104,15 +108,17 @@ class Step:
 def answer_pieces(question: Question, settings: Settings) -> Generator[Piece, str, None]:
     """The slots of an answer, after an opening quote; they end with the closing one."""
     if question.kind == "option":
-        yield Pick("answer", question.options)
+        yield Pick("answer", question.options, end=unambiguous_end(question.options, '"'))
     elif question.kind == "options":
+        stop = END
+        while stop in question.options:
+            stop += "."
+        end = unambiguous_end((*question.options, stop), ",")
         left = list(question.options)
         first = True
         while left:
-            options = tuple(left) if first else (*left, END)
-            last = len(left) == 1 and not first
-            chosen = yield Pick(f"answer{len(left)}", options, end='"' if last and len(options) == 1 else ",")
-            if chosen == END:
+            chosen = yield Pick(f"answer{len(left)}", tuple(left) if first else (*left, stop), end=end)
+            if chosen == stop:
                 break
             # In the question's order, so that one set has one spelling.
             left = left[left.index(chosen) + 1 :]
@@ -123,6 +129,15 @@ def answer_pieces(question: Question, settings: Settings) -> Generator[Piece, st
         yield Literal('"')
     else:
         yield Free("answer", settings.text_tokens)
+
+
+def unambiguous_end(options: Sequence[str], preferred: str) -> str:
+    """What ends each option: ``preferred``, unless an option with it is how another begins ("Yes" and "Yes, two")."""
+    ended = [o + preferred for o in options]
+    if not any(a != b and b.startswith(a) for a in ended for b in ended):
+        return preferred
+    used = set().union(*options)
+    return next(c for c in map(chr, range(ord("|"), 0x110000)) if c.isprintable() and c not in used)
 
 
 def read_answer(
@@ -144,12 +159,10 @@ def read_answer(
             probability *= probabilities.get(name, 1.0)
         return of_options(question, picked), probability, []
     if question.kind == "box":
-        parsed = parse_box(slots.get("answer", ""))
+        parsed = valid_answer(question, slots.get("answer", ""))
         if parsed.value is None:
-            return None, None, [parsed.reason or "no box"]
-        from ..boxes import format_box
-
-        return Value(format_box(parsed.value), box=parsed.value), None, list(parsed.repairs)
+            return None, None, [*parsed.repairs, parsed.reason or "no box"]
+        return Value(parsed.value.text, box=parsed.value.box), None, list(parsed.repairs)
     text = " ".join(slots.get("answer", "").split())
     return (Value(text) if text else None), None, []
 
@@ -168,10 +181,11 @@ def argument_pieces(parameters: Sequence[Parameter]) -> Generator[Piece, str, No
 
 
 def read_arguments(
-    session: Session, tool: Tool, action: Mapping[str, str], proposed: Mapping[str, str]
+    session: Session, tool: Tool, action: Mapping[str, str], proposed: Mapping[str, str], path: tuple[int, ...]
 ) -> dict[str, Any]:
     """A tool's arguments as values; what SR left out comes from TS. Repairs are traced."""
     values: dict[str, Any] = {}
+    where = {"tool": tool.name, "node": dotted(path)}
     for p in tool.parameters:
         text = action.get(p.name, "").strip() or proposed.get(p.name, "").strip()
         if not text:
@@ -181,9 +195,9 @@ def read_arguments(
             continue
         parsed = parse_box(text) if p.kind == "box" else parse_boxes(text)
         for repair in parsed.repairs:
-            session.trace.emit("repair", what=repair, tool=tool.name, parameter=p.name, found=text[:200])
+            session.trace.emit("repair", what=repair, parameter=p.name, found=text[:200], **where)
         if parsed.value is None:
-            session.trace.emit("repair", what=f"left out: {parsed.reason}", tool=tool.name, parameter=p.name)
+            session.trace.emit("repair", what=f"left out: {parsed.reason}", parameter=p.name, **where)
         else:
             values[p.name] = parsed.value
     return values
@@ -315,11 +329,11 @@ def decide(
         for state, path in jobs
     ]
     actions = []
-    for result in session.generate(requests):
+    for (_, path), result in zip(jobs, session.generate(requests), strict=True):
         tool = by_name.get(result.slots.get("action", FINISH))
         answer, confidence, repairs = read_answer(session.question, result.slots, result.probabilities)
-        for repair in repairs if tool is None else ():
-            session.trace.emit("repair", what=repair, role="SR")
+        for repair in repairs if tool is None or drafts else ():
+            session.trace.emit("repair", what=repair, role="SR", node=dotted(path))
         names_of = tool.parameters if tool is not None else ()
         actions.append(
             Action(
@@ -397,9 +411,10 @@ def ask_trust(session: Session, belief: Belief, draft: Draft, path: tuple[int, .
     )
 
 
-def ask_score(session: Session, step_state: State, path: tuple[int, ...]) -> ChooseRequest:
-    """SC's request for a step."""
-    return ChooseRequest(step_state, SCORES, suffix=session.suffix("sc"), label=f"SC {dotted(path)}", scoring="tree")
+def ask_score(session: Session, step_state: State, action: Action, path: tuple[int, ...]) -> ChooseRequest:
+    """SC's request for a step, H' - H: the state has A_t and F_t, as PV saw them; the thought comes here."""
+    suffix = session.suffix("sc", thought=action.reason())
+    return ChooseRequest(step_state, SCORES, suffix=suffix, label=f"SC {dotted(path)}", scoring="tree")
 
 
 def ask_base_score(session: Session, answer: Value) -> ChooseRequest:

@@ -7,7 +7,7 @@ the tools, then all PV, then all CI and SC.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..mllm.base import ChooseRequest, State
 from ..tools import run_tools
@@ -19,6 +19,8 @@ from .settings import Settings
 from .state import Belief, Draft, update
 
 FINISHED = "the answer is proposed"
+MAX_FEEDBACK_CHARS = 2000
+"""The tools say less; what a description by an MLLM may become has no other limit in characters."""
 
 
 @dataclass
@@ -88,7 +90,7 @@ def grow(
         session.trace.emit(
             "node",
             node=dotted(path),
-            action=step.action.text(),
+            action=step.action.reason() + step.action.text(),
             feedback=step.feedback.text,
             boxes=[list(b) for b in step.feedback.boxes],
             tool=None if step.action.tool is None else step.action.tool.name,
@@ -117,7 +119,9 @@ def _execute(
     where = []
     for i, action in enumerate(actions):
         if action.tool is not None:
-            arguments = agents.read_arguments(session, action.tool, action.arguments, proposed[action.tool.name])
+            arguments = agents.read_arguments(
+                session, action.tool, action.arguments, proposed[action.tool.name], paths[i]
+            )
             jobs.append((action.tool, arguments))
             where.append(i)
     if jobs:
@@ -126,16 +130,25 @@ def _execute(
         with session.timed_tools():
             results = run_tools(session, perception, jobs, timeout_s=settings.tool_timeout_s)
         for i, result in zip(where, results, strict=True):
-            out[i] = result
+            result = out[i] = replace(result, text=presentable(result.text))
             if not result.ok:
                 session.trace.emit("tool_failed", node=dotted(paths[i]), what=result.text)
     return out
 
 
+def presentable(text: str) -> str:
+    """Feedback for prompts: no control characters, and not so long that it crowds out the history."""
+    text = "".join(c if c.isprintable() or c == "\n" else " " for c in text).strip()
+    return text if len(text) <= MAX_FEEDBACK_CHARS else f"{text[:MAX_FEEDBACK_CHARS]} (cut)"
+
+
 def _step_state(session: Session, step: Step) -> State:
-    """Image, question and this step: what PV and SC see."""
+    """Image, question, A_t and F_t: all that PV sees, and the beginning of what SC sees.
+
+    Without SR's thought, which tells of the history.
+    """
     state = session.keep(session.shared.fork())
-    state.append(*step.parts(session.prompt_version))
+    state.append(*step.parts(session.prompt_version, thought=False))
     return state
 
 
@@ -165,7 +178,7 @@ def _verify(
                 asked.append(("CI", i))
     if scored:
         for i, state in enumerate(step_states):
-            requests.append(agents.ask_score(session, state, paths[i]))
+            requests.append(agents.ask_score(session, state, steps[i].action, paths[i]))
             asked.append(("SC", i))
     trusted = dict.fromkeys(range(len(steps)), not settings.ci)
     scores = [0.0] * len(steps)
@@ -194,19 +207,22 @@ def arbitrate(session: Session, settings: Settings, branches: Sequence[Branch]) 
     requests: list[ChooseRequest] = []
     asked: list[int] = []
     for i, (branch, draft) in enumerate(zip(branches, drafts, strict=True)):
-        if draft.answer is None:
+        if draft.answer is None or not settings.ci:
             continue
         held = branch.belief.answer
         if held is not None and draft.answer.same(held, settings.same_box_iou) and not settings.arbitrate_equal:
             continue
         requests.append(agents.ask_trust(session, branch.belief, draft, branch.path, role="CI end"))
         asked.append(i)
-    out = [b.belief for b in branches]
-    for i, choice in zip(asked, session.choose(requests) if requests else [], strict=True):
-        draw = session.draws(settings.agent_temperature, "CI end", *branches[i].path)
-        # Without CI the later answer stands, as every draft does.
-        trusted = not settings.ci or agents.pick(choice.probabilities.tolist(), draw) == 0
-        out[i] = update(branches[i].belief, drafts[i], trusted, settings.same_box_iou)
+    if settings.ci:
+        out = [b.belief for b in branches]
+        for i, choice in zip(asked, session.choose(requests) if requests else [], strict=True):
+            draw = session.draws(settings.agent_temperature, "CI end", *branches[i].path)
+            trusted = agents.pick(choice.probabilities.tolist(), draw) == 0
+            out[i] = update(branches[i].belief, drafts[i], trusted, settings.same_box_iou)
+    else:
+        # The later answer stands, as every draft does.
+        out = [update(b.belief, d, True, settings.same_box_iou) for b, d in zip(branches, drafts, strict=True)]
     for branch, draft, belief in zip(branches, drafts, out, strict=True):
         session.trace.emit(
             "arbitration",

@@ -27,6 +27,8 @@ def answer(session: Session, settings: Settings) -> Outcome:
     outcomes = []
     for run in range(settings.votes):
         session.run = run
+        if settings.votes > 1:
+            session.trace.emit("run", run=run + 1, of=settings.votes)
         outcomes.append(_once(session, settings))
     return majority(outcomes, settings.same_box_iou)
 
@@ -55,7 +57,8 @@ def _once(session: Session, settings: Settings) -> Outcome:
     history = session.keep(session.shared.fork())
     history.append(Text(agents.tools_text(session.prompt_version, active)))
     # Without CAIR the base answer is no belief of the chain: only SR's own answer counts.
-    belief = Belief(base.value, confidence=base.confidence) if settings.cair else Belief(None)
+    held = base.value if settings.cair and base.value.valid else None
+    belief = Belief(held, confidence=base.confidence if held else None)
     root = Branch((), history, belief)
     if settings.daas:
         found = _searched(session, settings, perception, active, root, base.value)
@@ -139,7 +142,6 @@ def _next(
     last: bool = False,
 ) -> Branch:
     child = grow(session, settings, perception, active, [(branch, 0)], scored=False, last=last)[0]
-    session.nodes += 1
     session.drop(branch.history)
     return child
 

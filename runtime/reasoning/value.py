@@ -11,7 +11,7 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Value:
-    """A valid answer to a question.
+    """An answer to a question. All but the base answer are made only where they are valid.
 
     Attributes:
         text: As it is shown and put into prompts.
@@ -22,6 +22,12 @@ class Value:
     text: str
     options: tuple[str, ...] = ()
     box: Box | None = None
+
+    @property
+    def valid(self) -> bool:
+        """Whether it says anything: some words, and a box that has an area."""
+        x1, y1, x2, y2 = self.box or (0.0, 0.0, 1.0, 1.0)
+        return bool(self.text.strip()) and x1 < x2 and y1 < y2
 
     def same(self, other: Value, box_iou: float) -> bool:
         """Whether two answers are one: equal options, boxes that overlap by ``box_iou``, or equal words."""
