@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from hoverlens.runtime.mllm.base import (
     Backend,
     CancelToken,
@@ -22,6 +23,8 @@ from hoverlens.runtime.mllm.base import (
     Text,
 )
 from hoverlens.runtime.mllm.forms import Literal, Pick
+
+CUT = object()
 
 Script = Mapping[str, Any] | Callable[[str, str], Any]
 
@@ -62,16 +65,19 @@ class ScriptedState(State):
 class ScriptedBackend(Backend):
     """Answers by label: a dict of slots for a form, the option or a list of probabilities for a choice.
 
-    A label that the script does not know gets the default: the first option, empty text.
+    A label that the script does not know gets the default: the first option, empty text. An exception is raised.
+    A slot of a form that is ``CUT`` ends the output there, as a limit on tokens does.
 
     Attributes:
         prompts: (label, whole prompt) of every request, in order.
+        requests: The same requests.
         batches: Labels of each call of generate and choose.
     """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.prompts: list[tuple[str, str]] = []
+        self.requests: list[GenerateRequest | ChooseRequest] = []
         self.batches: list[list[str]] = []
         self.open_states = 0
         self.counters = Counters()
@@ -95,6 +101,7 @@ class ScriptedBackend(Backend):
         suffix = "".join(p.text for p in request.suffix if isinstance(p, Text))
         prompt = state.text + suffix
         self.prompts.append((request.label, prompt))
+        self.requests.append(request)
         self.counters.mllm_calls += 1
         return prompt
 
@@ -120,16 +127,19 @@ class ScriptedBackend(Backend):
                 piece = next(pieces) if value is None else pieces.send(value)
             except StopIteration:
                 break
+            if not isinstance(piece, Literal) and said.get(piece.name) is CUT:
+                return Generation(text, (), "length", 0, 0, 0.0, slots=slots, probabilities=dict.fromkeys(slots, 0.9))
             if isinstance(piece, Literal):
                 value = piece.text
             elif isinstance(piece, Pick):
-                value = str(said.get(piece.name, piece.options[0]))
+                # A single option is given, whatever the model would say.
+                value = piece.options[0] if len(piece.options) == 1 else str(said.get(piece.name, piece.options[0]))
                 assert value in piece.options, f"{request.label}: {value!r} is none of {piece.options}"
                 slots[piece.name] = value
             else:
                 value = slots[piece.name] = str(said.get(piece.name, ""))
             text += value
-        odds = {name: 0.9 for name in slots}
+        odds = dict.fromkeys(slots, 0.9)
         return Generation(text, (), "stop", 0, 0, 0.0, slots=slots, probabilities=odds)
 
     def choose(self, requests: Sequence[ChooseRequest], cancel: CancelToken | None = None) -> list[Choice]:
