@@ -22,7 +22,7 @@ from hoverlens.runtime.mllm.base import (
     State,
     Text,
 )
-from hoverlens.runtime.mllm.forms import Literal, Pick
+from hoverlens.runtime.mllm.forms import Literal, Pick, Piece
 
 CUT = object()
 
@@ -65,12 +65,14 @@ class ScriptedState(State):
 class ScriptedBackend(Backend):
     """Answers by label: a dict of slots for a form, the option or a list of probabilities for a choice.
 
+    Instead of a dict a function may fill a form, piece by piece; instead of an option one may choose among them.
     A label that the script does not know gets the default: the first option, empty text. An exception is raised.
     A slot of a form that is ``CUT`` ends the output there, as a limit on tokens does.
 
     Attributes:
         prompts: (label, whole prompt) of every request, in order.
         requests: The same requests.
+        held: How many states were open at each request, by label (of the last one).
         batches: Labels of each call of generate and choose.
     """
 
@@ -78,6 +80,7 @@ class ScriptedBackend(Backend):
         self.script = script
         self.prompts: list[tuple[str, str]] = []
         self.requests: list[GenerateRequest | ChooseRequest] = []
+        self.held: dict[str, int] = {}
         self.batches: list[list[str]] = []
         self.open_states = 0
         self.counters = Counters()
@@ -102,6 +105,7 @@ class ScriptedBackend(Backend):
         prompt = state.text + suffix
         self.prompts.append((request.label, prompt))
         self.requests.append(request)
+        self.held[request.label] = self.open_states
         self.counters.mllm_calls += 1
         return prompt
 
@@ -117,7 +121,7 @@ class ScriptedBackend(Backend):
             raise said
         if request.form is None:
             return Generation(str(said or ""), (), "stop", 0, 0, 0.0)
-        said = said or {}
+        fill = said if callable(said) else _filling(said or {}, request.label)
         slots: dict[str, str] = {}
         text = ""
         pieces = request.form()
@@ -127,17 +131,15 @@ class ScriptedBackend(Backend):
                 piece = next(pieces) if value is None else pieces.send(value)
             except StopIteration:
                 break
-            if not isinstance(piece, Literal) and said.get(piece.name) is CUT:
-                return Generation(text, (), "length", 0, 0, 0.0, slots=slots, probabilities=dict.fromkeys(slots, 0.9))
             if isinstance(piece, Literal):
-                value = piece.text
-            elif isinstance(piece, Pick):
-                # A single option is given, whatever the model would say.
-                value = piece.options[0] if len(piece.options) == 1 else str(said.get(piece.name, piece.options[0]))
-                assert value in piece.options, f"{request.label}: {value!r} is none of {piece.options}"
-                slots[piece.name] = value
-            else:
-                value = slots[piece.name] = str(said.get(piece.name, ""))
+                text += (value := piece.text)
+                continue
+            # A single option is given, whatever the model would say.
+            single = isinstance(piece, Pick) and len(piece.options) == 1
+            filled = piece.options[0] if single else fill(piece)
+            if filled is CUT:
+                return Generation(text, (), "length", 0, 0, 0.0, slots=slots, probabilities=dict.fromkeys(slots, 0.9))
+            value = slots[piece.name] = str(filled)
             text += value
         odds = dict.fromkeys(slots, 0.9)
         return Generation(text, (), "stop", 0, 0, 0.0, slots=slots, probabilities=odds)
@@ -153,6 +155,8 @@ class ScriptedBackend(Backend):
         if isinstance(said, Exception):
             raise said
         n = len(request.options)
+        if callable(said):
+            said = said(request.options)
         if isinstance(said, list):
             p = np.asarray(said, dtype=np.float64)
         else:
@@ -166,3 +170,15 @@ class ScriptedBackend(Backend):
 
     def close(self) -> None:
         pass
+
+
+def _filling(said: Mapping[str, Any], label: str) -> Callable[[Piece], Any]:
+    def fill(piece: Piece) -> Any:
+        assert not isinstance(piece, Literal)
+        if not isinstance(piece, Pick):
+            return said.get(piece.name, "")
+        value = said.get(piece.name, piece.options[0])
+        assert value is CUT or value in piece.options, f"{label}: {value!r} is none of {piece.options}"
+        return value
+
+    return fill
