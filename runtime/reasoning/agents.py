@@ -210,6 +210,7 @@ def select_tools(session: Session, settings: Settings, tools: Sequence[Tool]) ->
     """Asks which tools are active, each by an agent of its own, or one for all, or none."""
     if settings.activation == "all":
         return [Activation(tool, True) for tool in tools]
+    session.step("select", tools=[tool.name for tool in tools])
     if settings.activation == "central":
         return _select_centrally(session, settings, tools)
 
