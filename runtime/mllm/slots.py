@@ -48,7 +48,8 @@ class Filler:
     Attributes:
         slots: Values so far.
         probabilities: Of each :class:`Pick`, the probability of what was picked, given that it had to be one
-            of the options (temperature 1).
+            of the options (temperature 1). Where options share their beginning and a token runs over the place
+            at which they part, it counts as going there first; otherwise this is exact.
         text: Everything so far, fixed parts included.
         done: The form has ended.
         drawn: Tokens drawn.
