@@ -217,6 +217,9 @@ class SequencePool:
         self._slots[seq].pins += 1
         self._slots[seq].used = self._clock
 
+    def pinned(self, seq: int) -> bool:
+        return self._slots[seq].pins > 0
+
     def unpin(self, seq: int) -> None:
         assert self._slots[seq].pins > 0
         self._slots[seq].pins -= 1

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ..errors import BadInput, Cancelled, HoverlensError
 from .base import CancelToken, Counters, GenerateRequest
+from .dictation import Dictation
 from .interrupts import hold_interrupts
 from .kvtree import ImageItem, Node, NoSequence, SequencePool, TokenRun
 from .llama_native import DECODE_ABORTED, DECODE_NO_SLOT, Context, Grammar, Model, Projector, last_error
@@ -76,7 +77,7 @@ class Job:
     keeps_output: bool = False
     sampler: Sampler | None = None
     grammar: Grammar | None = None
-    filler: Filler | None = None
+    filler: Filler | Dictation | None = None
     seq: int | None = None
     missing: deque[Node] = field(default_factory=deque)
     offset: int = 0
@@ -209,17 +210,20 @@ class Schedule:
             )
         # Where the tip is held but its output is not known, its last token is evaluated once more.
         again = job.wants_output and not job.started and tip.logits is None
-        node, donor = self._donor(tip, again)
-        if donor is not None:
-            self._pool.pin(donor)
+        _, donor = self._donor(tip, again)
+        guarded = donor if donor is not None and not self._pool.pinned(donor) else None
+        if guarded is not None:
+            self._pool.pin(guarded)
         try:
             seq = self._sequence(job, again)
         finally:
-            if donor is not None:
-                self._pool.unpin(donor)
+            if guarded is not None:
+                self._pool.unpin(guarded)
         if seq is None:
             return False
         job.seq = seq
+        # Looked for again, since what lingered may have been given up.
+        node, donor = self._donor(tip, again)
         if self._pool.tip(seq) is tip:  # taken over as it is
             job.missing = deque()
         elif donor is None or node is None:

@@ -188,6 +188,20 @@ def test_any_small_cache_gives_the_answers_of_a_large_one(
         event("tokens equal" if x.tokens == y.tokens else "tokens part")
 
 
+def test_a_prompt_that_others_wait_for_may_give_its_sequence_to_another(
+    backend: LlamaCppBackend, make_backend: MakeBackend, prompt: Prompt, ending: Text
+) -> None:
+    """Two sequences, three choices, the first and the last with one prompt: it is given up for the second's."""
+    results = []
+    for b in (backend, make_backend(n_sequences=2, n_ctx=256)):
+        others = [b.prefix(prompt(None, f" other {i}")) for i in range(2)]
+        with b.prefix(prompt(None)) as state:
+            asked = [ChooseRequest(state, OPTIONS, (Text(" b" * n), ending)) for n in (1, 2, 1)]
+            results.append(b.choose(asked))
+        close(others)
+    assert_same_choices(results[1], results[0])
+
+
 def test_states_that_do_not_fit_together_are_evaluated_again(
     make_backend: MakeBackend, reference: Any, pictures: Pictures, prompt: Prompt, ending: Text
 ) -> None:
