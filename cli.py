@@ -376,6 +376,28 @@ def inspect(file: str, as_json: bool) -> None:
     show(found, as_json)
 
 
+@cli.command(epilog=example("hoverlens trace steps.jsonl"))
+@click.argument("file")
+@click.option("--prompts", is_flag=True, help="Also what each agent was shown.")
+@json_flag
+@verbosity_options
+def trace(file: str, prompts: bool, as_json: bool) -> None:
+    """Show how a question was answered.
+
+    FILE was written by 'hoverlens ask --trace FILE'. Shown are the search as a tree, each agent's words, and what
+    each agent cost.
+    """
+    from .runtime.trace_view import agent_costs, read_trace, show_trace
+
+    events = read_trace(file)
+    if as_json:
+        if not prompts:
+            events = [{k: v for k, v in event.items() if k != "prompt"} for event in events]
+        show({"agents": agent_costs(events), "events": events}, True)
+    else:
+        click.echo(printable(show_trace(events, prompts), keep="\n"))
+
+
 @cli.command(epilog=example("hoverlens doctor --json > doctor.json"))
 @click.option("--bundle", metavar="DIR", help="Bundle to verify. Default: the one that ask takes.")
 @json_flag
@@ -462,6 +484,35 @@ def bench_depth_verb(model: str, dataset: str, limit: int | None, json_path: str
     check_json_path(json_path)
     with stdout_for_results_only():
         result = bench_depth(model, dataset, limit=limit, progress=progress("pictures"))
+    show_measured(result, json_path)
+
+
+@bench.command("latency", epilog=example("hoverlens bench latency --nodes 4 --lean --json -"))
+@click.option("--bundle", metavar="DIR", help="Models to use. Default: $HOVERLENS_BUNDLE, else a shipped one.")
+@click.option("--baseline", type=click.Choice(["naive", "none"]), default="naive", show_default=True, help="Compare.")
+@click.option("--nodes", type=int, default=4, show_default=True, help="Nodes of the search: 3, 4, 6 or 9.")
+@click.option("--lean", is_flag=True, help="Short outputs of every agent.")
+@click.option("--questions", type=click.IntRange(min=1), default=5, show_default=True, help="Repetitions.")
+@click.option("--image-px", type=click.IntRange(min=16), default=448, show_default=True, help="Side of the picture.")
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads.")
+@json_file
+@verbosity_options
+def bench_latency_verb(bundle: str | None, baseline: str, json_path: str | None, **options: Any) -> None:
+    """Measure one recorded question run three ways: shared, naive and direct.
+
+    The agents' words are given, so that all ways decode the same tokens; tools cost nothing.
+    """
+    from .benchmarks.latency import bench_latency
+    from .runtime.bundle import find_bundle
+
+    check_json_path(json_path)
+    with stdout_for_results_only():
+        result = bench_latency(
+            find_bundle(bundle),
+            baseline=None if baseline == "none" else baseline,
+            progress=progress("runs"),
+            **options,
+        )
     show_measured(result, json_path)
 
 

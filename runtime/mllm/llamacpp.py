@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,7 @@ class LlamaState(State):
         self._backend = backend
         self.node = node
         self.seq: int | None = None
+        backend._states.add(self)
         self.closed = False
 
     @property
@@ -178,6 +180,7 @@ class LlamaCppBackend(Backend):
             raise
         self._pool = SequencePool(options.n_sequences, self._context.n_ctx, self._context.drop)
         self._features: OrderedDict[str, ImageFeatures] = OrderedDict()
+        self._states: WeakSet[LlamaState] = WeakSet()
         self._feature_bytes = 0
         # A control token in an output could act as template text when the output is read back.
         self._forbidden = model.control & ~model.eog
@@ -292,6 +295,11 @@ class LlamaCppBackend(Backend):
         h.update(np.ascontiguousarray(rgb).tobytes())
         return h.hexdigest()
 
+    def forget(self) -> None:
+        """Drops the kept visual features. States that hold an image go on."""
+        self._features.clear()
+        self._feature_bytes = 0
+
     def _remember(self, features: ImageFeatures) -> None:
         def size(f: ImageFeatures) -> int:
             return sum(c.embedding.nbytes for c in f.handle if c.embedding is not None)
@@ -316,9 +324,30 @@ class LlamaCppBackend(Backend):
 
     def release_state(self, state: LlamaState) -> None:
         with hold_interrupts():
-            if state.seq is not None:
-                self._pool.release(state.seq)
-                state.seq = None
+            self._states.discard(state)
+            seq, state.seq = state.seq, None
+            if seq is None:
+                return
+            heir = self._heir(seq)
+            if heir is None:
+                self._pool.release(seq)
+            else:
+                self._pool.retain(seq, heir)
+                heir.seq = seq
+
+    def _heir(self, seq: int) -> LlamaState | None:
+        """A state that goes on from what a sequence alone holds, and has nothing evaluated of its own.
+
+        A search closes a node once its children are there; what they have in common must not be evaluated
+        again for each of them.
+        """
+        tip = self._pool.tip(seq)
+        if tip is None or tip.item is None or len(tip.holders) > 1:
+            return None
+        for state in self._states:
+            if state.seq is None and not state.closed and any(node is tip for node in state.node.up()):
+                return state
+        return None
 
     def sequences_in_use(self) -> int:
         """Sequences held by states or requests; 0 when every state is closed."""

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .. import prompts
 from ..frame import Frame
 from ..mllm.base import (
@@ -18,6 +21,7 @@ from ..mllm.base import (
     ChooseRequest,
     GenerateRequest,
     Generation,
+    ImageFeatures,
     Part,
     Sampling,
     State,
@@ -70,7 +74,7 @@ class Session:
     def open(self, image_min_tokens: int | None = None) -> None:
         """Encodes the image and evaluates the shared prefix."""
         self.step("encode")
-        features = self.backend.encode(self.frame.rgb, self.cancel)
+        features = self.encode(self.frame.rgb)
         self.image_tokens = features.n_tokens
         if image_min_tokens is not None and features.n_tokens < image_min_tokens:
             self.warnings.append(
@@ -83,6 +87,13 @@ class Session:
         system = prompts.template("system", self.prompt_version)
         self.shared = self.keep(self.backend.prefix(self.chat.open(system, *content), self.cancel))
         self.trace.emit("prefix", tokens=self.shared.n_tokens, key=self.shared.key)
+
+    def encode(self, rgb: NDArray[np.uint8]) -> ImageFeatures:
+        """Features of a picture, uint8 RGB (H, W, 3): the frame, or what a tool made of it."""
+        start = time.perf_counter()
+        features = self.backend.encode(rgb, self.cancel)
+        self._mllm_s += time.perf_counter() - start
+        return features
 
     def keep(self, state: State) -> State:
         """Takes charge of closing a state."""

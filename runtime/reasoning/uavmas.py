@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from ..mllm.base import Text
 from ..tools import toolset
-from ..tools.base import Perception
+from ..tools.base import Perception, Tool
 from . import agents, direct
 from .cair import Branch, arbitrate, grow
 from .daas import best, search, threshold
@@ -22,14 +23,19 @@ def answer_in_mode(session: Session, mode: str) -> Outcome:
     return answer(session, for_mode(session.profile.reasoner, mode))
 
 
-def answer(session: Session, settings: Settings) -> Outcome:
-    """Answers the question; with votes, several times with different draws."""
+def answer(session: Session, settings: Settings, tools: Sequence[Tool] | None = None) -> Outcome:
+    """Answers the question; with votes, several times with different draws.
+
+    Args:
+        tools: Instead of the settings' toolset.
+    """
+    available = toolset(settings.toolset) if tools is None else tools
     outcomes = []
     for run in range(settings.votes):
         session.run = run
         if settings.votes > 1:
             session.trace.emit("run", run=run + 1, of=settings.votes)
-        outcomes.append(_once(session, settings))
+        outcomes.append(_once(session, settings, available))
     return majority(outcomes, settings.same_box_iou)
 
 
@@ -40,10 +46,10 @@ def majority(outcomes: list[Outcome], box_iou: float) -> Outcome:
     return outcomes[max(range(len(outcomes)), key=lambda i: (counts[i], -i))]
 
 
-def _once(session: Session, settings: Settings) -> Outcome:
+def _once(session: Session, settings: Settings, tools: Sequence[Tool]) -> Outcome:
     base = direct.answer(session)
     perception = session.perception
-    chosen = agents.select_tools(session, settings, toolset(settings.toolset))
+    chosen = agents.select_tools(session, settings, tools)
     active = [a for a in chosen if a.active]
     session.trace.emit(
         "tools",
