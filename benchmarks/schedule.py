@@ -133,7 +133,9 @@ def schedule(nodes: int = 4, lengths: Lengths = PLAIN) -> Schedule:
                 }
         else:
             forms[f"SR {i + 1}"] = {"thought": thought, "action": "finish", "answer": "5"}
-    forms["PV"] = {"evidence": words(lengths.evidence), "answer": "3"}
+    for i, label in enumerate([label for label in forms if label.startswith("SR")]):
+        # Siblings see different things: equal words would be one prompt for CI, and cost half.
+        forms[label.replace("SR", "PV")] = {"evidence": words(lengths.evidence, 4 * i), "answer": "3"}
     forms["LA"] = {"reasoning": words(lengths.reasoning), "answer": "3", "clues": words(lengths.evidence)}
     choices = {"base": "1", "SC base": "5", "SC": "7", "CI": "yes", "CI end": "yes"}
     settings = replace(
