@@ -22,7 +22,7 @@ from hoverlens.runtime.mllm.base import (
     State,
     Text,
 )
-from hoverlens.runtime.mllm.forms import Literal, Pick, Piece
+from hoverlens.runtime.mllm.forms import Free, Literal, Pick, Piece
 
 CUT = object()
 
@@ -140,7 +140,7 @@ class ScriptedBackend(Backend):
             if filled is CUT:
                 return Generation(text, (), "length", 0, 0, 0.0, slots=slots, probabilities=dict.fromkeys(slots, 0.9))
             value = slots[piece.name] = str(filled)
-            text += value
+            text += value + (piece.end if isinstance(piece, (Pick, Free)) else "")
         odds = dict.fromkeys(slots, 0.9)
         return Generation(text, (), "stop", 0, 0, 0.0, slots=slots, probabilities=odds)
 
