@@ -49,11 +49,9 @@ def search(
     """
     width = min(settings.width, len(active))
     valid: list[Branch] = []
-    frontier = [root]
+    frontier = [root] if width else []
     while frontier:
         parents = [(branch, k) for branch in frontier for k in range(width)]
-        if not parents:
-            break
         children = grow(session, settings, perception, active, parents)
         session.nodes += len(children)
         following: list[Branch] = []

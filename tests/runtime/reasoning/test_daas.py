@@ -234,6 +234,12 @@ def test_no_active_tool_means_no_search() -> None:
     assert (played.answer.stats.nodes, played.answer.stats.mllm_calls) == (0, 1 + 5)
 
 
+def test_a_width_of_nothing_is_no_search() -> None:
+    played = play(scripted({}), width=0)
+    assert (played.text, played.exit) == ("one", "fallback")
+    assert not played.all("node")
+
+
 @pytest.mark.parametrize(("active", "width", "expected"), [(1, 3, 1), (2, 3, 2), (3, 3, 3), (5, 3, 3), (5, 2, 2)])
 def test_the_width_is_three_or_the_number_of_active_tools(active: int, width: int, expected: int) -> None:
     extra = {f"TS {name}": {"use": "no"} for name in NAMES[active:]}
