@@ -15,11 +15,12 @@ from typing import Any
 from ..errors import BadInput
 from .base import Part, Text
 
+# Line ends stand inside expressions: a dash in a tag strips those that stand in the text.
 CHATML = (
     "{%- for message in messages -%}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
     "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 
 
@@ -43,32 +44,35 @@ class ChatFormat:
     def from_template(cls, template: str | None, bos: str = "", eos: str = "") -> ChatFormat:
         """Cuts a Jinja chat template; None means ChatML.
 
+        Some templates know no system role (Gemma, older Mistral: they raise, or leave it out), some take a
+        message's content only as a list of typed parts.
+
         Raises:
             BadInput: The template does not render, or drops or repeats a message's content.
         """
         source = template or CHATML
         tag = secrets.token_hex(8)
         system, user = f"SYSTEM{tag}", f"USER{tag}"
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        merged = False
-        try:
-            text = _render(source, messages, bos, eos)
-        except _TemplateRefusal:
-            # Some templates (Gemma, older Mistral) raise on a system role.
-            merged = True
-            messages = [{"role": "user", "content": system + "\n\n" + user}]
+        reasons: list[str] = []
+        for merged, typed in ((False, False), (False, True), (True, False), (True, True)):
+            texts = {"user": f"{system}\n\n{user}"} if merged else {"system": system, "user": user}
+            messages = [
+                {"role": role, "content": [{"type": "text", "text": text}] if typed else text}
+                for role, text in texts.items()
+            ]
             try:
                 text = _render(source, messages, bos, eos)
-            except _TemplateRefusal as e:
-                raise BadInput(f"the model's chat template refuses a plain user message ({e})") from None
-        if text.count(system) != 1 or text.count(user) != 1 or text.index(system) > text.index(user):
-            raise BadInput(
-                "the model's chat template does not place system and user text once each, in order; "
-                "export the model with its original template"
-            )
-        before_system, rest = text.split(system)
-        before_user, after_user = rest.split(user)
-        return cls(before_system, before_user, after_user, merged)
+            except _TemplateError as e:
+                reasons.append(str(e))
+                continue
+            if text.count(system) == text.count(user) == 1 and text.index(system) < text.index(user):
+                before_system, rest = text.split(system)
+                before_user, after_user = rest.split(user)
+                return cls(before_system, before_user, after_user, merged)
+            reasons.append("it does not place system and user text once each, in order")
+        raise BadInput(
+            f"the model's chat template cannot be used: {reasons[0]}; export the model with its original template"
+        )
 
     def open(self, system: str, *content: Part) -> list[Part]:
         """The beginning of a prompt: system text, then an open user turn with ``content``."""
@@ -84,16 +88,16 @@ class ChatFormat:
         return (*content, Text(self.after_user, trusted=True))
 
 
-class _TemplateRefusal(Exception):
-    pass
+class _TemplateError(Exception):
+    """The template refuses the messages, or does not render; one line."""
 
 
 def _render(source: str, messages: list[dict[str, Any]], bos: str, eos: str) -> str:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def refuse(message: str) -> None:
-        raise _TemplateRefusal(message)
+    def refuse(message: object) -> None:
+        raise _TemplateError(_one_line(message))
 
     # A template comes out of a model file: it may be hostile, so it renders in a sandbox.
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -109,7 +113,13 @@ def _render(source: str, messages: list[dict[str, Any]], bos: str, eos: str) -> 
             tools=None,
             enable_thinking=False,
         )
-    except _TemplateRefusal:
+    except _TemplateError:
         raise
-    except (jinja2.TemplateError, TypeError, ValueError, OverflowError, RecursionError) as e:
-        raise BadInput(f"the model's chat template does not render ({type(e).__name__}: {e})") from None
+    except jinja2.TemplateError as e:
+        raise _TemplateError(f"it does not render ({_one_line(e)})") from None
+    except Exception as e:  # whatever its expressions come to
+        raise _TemplateError(f"it does not render ({type(e).__name__}: {_one_line(e)})") from None
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())[:200]

@@ -200,8 +200,21 @@ class Model:
             self.ptr = None
 
 
+def most_outputs(n_batch: int, n_seq: int) -> int:
+    """How many tokens of a pass may have logits.
+
+    One for each sequence is what decoding takes; scoring wants many for few sequences. Each costs two rows of the
+    vocabulary's size (0.6 MB each for Qwen's), so a whole batch of them would take more than all activations.
+    """
+    return max(n_seq, min(n_batch, 64))
+
+
 class Context:
-    """A KV cache with ``n_seq`` sequences over ``n_ctx`` shared cells, and batched decoding."""
+    """A KV cache with ``n_seq`` sequences over ``n_ctx`` shared cells, and batched decoding.
+
+    Attributes:
+        n_outputs: Most tokens of a pass whose logits may be wanted; more make llama.cpp end the process.
+    """
 
     def __init__(self, model: Model, n_ctx: int, n_seq: int, n_batch: int, threads: int, flash_attention: bool) -> None:
         lib, _ = libraries()
@@ -222,8 +235,8 @@ class Context:
         params.flash_attn_type = (
             lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
-        # A long branch may be asked for logits at many positions (option scoring).
-        params.n_outputs_max = n_batch
+        self.n_outputs = most_outputs(n_batch, n_seq)
+        params.n_outputs_max = self.n_outputs
         # llama.cpp asks after each operation whether to stop. A function of C reads the flag: Python code would
         # wait for the interpreter's lock each time, and could be struck by a signal where none can be raised.
         libc: Any = ctypes.CDLL(None) if os.name == "posix" else ctypes.cdll.msvcrt
@@ -256,9 +269,10 @@ class Context:
         wanted: Sequence[bool],
         cancel: CancelToken | None,
     ) -> int:
-        """One forward pass over at most ``n_batch`` tokens; llama.cpp's status (0 is success)."""
+        """One forward pass over at most ``n_batch`` tokens, ``n_outputs`` wanted; llama.cpp's status (0 is success)."""
         n = len(tokens)
         assert 0 < n <= self.n_batch
+        assert sum(wanted) <= self.n_outputs
         self._tokens[:n] = tokens
         self._pos[:n] = positions
         self._n_seq_id[:n] = 1
@@ -489,7 +503,9 @@ class Grammar:
     def __init__(self, model: Model, source: str) -> None:
         lib, _ = libraries()
         _last_errors.clear()
-        self.ptr = lib.llama_sampler_init_grammar(model.vocab, source.encode(), b"root")
+        # For C a string ends at the first NUL, and an empty grammar allows anything.
+        whole = source.strip() and "\0" not in source
+        self.ptr = lib.llama_sampler_init_grammar(model.vocab, source.encode(), b"root") if whole else None
         if not self.ptr:
             raise BadInput(f"the grammar does not parse ({last_error() or 'no rule named root?'})")
         self._ids = np.arange(model.n_vocab, dtype=np.int32)

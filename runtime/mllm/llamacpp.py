@@ -41,6 +41,9 @@ from .scheduler import Engine, Job, Schedule, free
 from .slots import Filler
 from .trie import Trie
 
+SCORINGS = ("mean", "tree")
+_CLOSED = "this model is closed; load the bundle again"
+
 
 @dataclass(frozen=True)
 class LlamaOptions:
@@ -209,13 +212,13 @@ class LlamaCppBackend(Backend):
     @property
     def model(self) -> Model:
         if self._model is None:
-            raise HoverlensError("this model is closed; load the bundle again")
+            raise HoverlensError(_CLOSED)
         return self._model
 
     @property
     def context(self) -> Context:
         if self._context is None:
-            raise HoverlensError("this model is closed; load the bundle again")
+            raise HoverlensError(_CLOSED)
         return self._context
 
     # -- prompts -----------------------------------------------------------------------------------
@@ -250,6 +253,8 @@ class LlamaCppBackend(Backend):
         return sum(item.n_tokens for part in parts for item in self.items(part))
 
     def encode(self, rgb: NDArray[np.uint8], cancel: CancelToken | None = None) -> ImageFeatures:
+        if self._model is None:
+            raise HoverlensError(_CLOSED)
         if self._projector is None:
             raise BadInput("this bundle has no mmproj, so the model cannot see; add one with --mmproj")
         if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3 or 0 in rgb.shape:
@@ -381,6 +386,8 @@ class LlamaCppBackend(Backend):
 
     def generate(self, requests: Sequence[GenerateRequest], cancel: CancelToken | None = None) -> list[Generation]:
         states = [self._state(r.state) for r in requests]
+        if any("" in r.stop for r in requests):
+            raise ValueError("a stop string is empty")
         self.counters.mllm_calls += len(requests)
         out: dict[int, Generation] = {}
         kept: list[LlamaState] = []
@@ -471,6 +478,9 @@ class LlamaCppBackend(Backend):
 
     def choose(self, requests: Sequence[ChooseRequest], cancel: CancelToken | None = None) -> list[Choice]:
         states = [self._state(r.state) for r in requests]
+        for request in requests:
+            if request.scoring not in SCORINGS:
+                raise ValueError(f"unknown scoring {request.scoring!r}; one of {', '.join(SCORINGS)} is needed")
         tries = [self._trie(r) if r.scoring == "tree" else None for r in requests]
         runs = [self._scoring_runs(r, trie) for r, trie in zip(requests, tries, strict=True)]
         self.counters.mllm_calls += len(requests)
