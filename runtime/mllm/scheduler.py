@@ -350,6 +350,7 @@ class Schedule:
                 run, start, output = self._prompt_tokens(job, room)
             else:
                 run, start, output = self._fed_tokens(job, room)
+            run, output = _within(run, output, self._context.n_outputs - sum(wanted))
             if run:
                 assert job.seq is not None
                 tokens += run
@@ -602,6 +603,15 @@ class Schedule:
     def _at_limit(self, job: Job) -> bool:
         assert job.request is not None
         return len(job.feed) >= job.request.max_tokens or job.tip.end_tokens + len(job.feed) >= self._context.n_ctx
+
+
+def _within(run: list[int], wanted: list[bool], outputs: int) -> tuple[list[int], list[bool]]:
+    """As much of a run as wants at most ``outputs`` outputs; the rest goes into a later pass."""
+    for k, wants in enumerate(wanted):
+        outputs -= wants
+        if outputs < 0:
+            return run[:k], wanted[:k]
+    return run, wanted
 
 
 def complete(engine: Engine, job: Job) -> None:
