@@ -69,8 +69,9 @@ class Sampler:
         """Standard Gumbel noise for token ids at this draw: a hash of (seed, draw, token)."""
         start = _mix(np.uint64(self._s.seed & _MASK))
         stream = _mix(start ^ np.uint64(self._draws))
-        u = (_mix(stream ^ ids.astype(np.uint64)) >> np.uint64(11)).astype(np.float64)
-        return np.asarray(-np.log(-np.log((u + 0.5) * 2.0**-53)))
+        # 52 bits: with 53 the half would be rounded away, and the largest become 1, whose noise is infinite.
+        u = (_mix(stream ^ ids.astype(np.uint64)) >> np.uint64(12)).astype(np.float64)
+        return np.asarray(-np.log(-np.log((u + 0.5) * 2.0**-52)))
 
 
 _MASK = (1 << 64) - 1
