@@ -1,10 +1,11 @@
-"""Forms are filled as the model wants, within what is fixed, and the cache holds exactly the text."""
+"""Forms: fixed parts are given, slots are filled, and what is in the cache is what was said."""
 
 from __future__ import annotations
 
-import math
-import zlib
+import json
+import re
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,435 +13,349 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hoverlens.runtime.mllm.base import GREEDY, Sampling
+from hoverlens.runtime.mllm.base import GenerateRequest, Sampling, State, Text
 from hoverlens.runtime.mllm.forms import Form, Free, Held, Literal, Pick, Piece, sequence
-from hoverlens.runtime.mllm.sampling import log_probability
+from hoverlens.runtime.mllm.llamacpp import LlamaCppBackend
 from hoverlens.runtime.mllm.slots import Filler
 
-BYTES = [bytes([b]) for b in b'abcdefYesNo01 ",:{}\xc3\xa9\xa8']
-MERGED = [
-    b"ab",
-    b"abc",
-    b"bc",
-    b'",',
-    b'c",',
-    b'c"d',
-    b'"}',
-    b"10",
-    b'1"',
-    "é".encode(),
-    b"Ye",
-    b"Yes",
-    b'No"',
-    b"a\xc3",
-]
-EOG, CONTROL = b"<end>", b"<control>"
+END, CONTROL = 256, 257
 
 
-class Words:
-    """A vocabulary of single bytes and some longer tokens; it tokenises greedily, longest first."""
+class Bytes:
+    """A vocabulary of all bytes, an end token, a control token, and some longer tokens."""
 
-    def __init__(self, pieces: Sequence[bytes] = (*dict.fromkeys(BYTES), *MERGED)) -> None:
-        self.pieces = [*pieces, EOG, CONTROL]
-        self.eog = np.array([p == EOG for p in self.pieces])
-        self.forbidden = np.array([p == CONTROL for p in self.pieces])
-        self.longest = sorted(pieces, key=len, reverse=True)
-
-    def tokenize(self, text: str, special: bool) -> tuple[int, ...]:
-        assert not special
-        data, out = text.encode(), []
-        while data:
-            piece = next(p for p in self.longest if data.startswith(p))
-            out.append(self.pieces.index(piece))
-            data = data[len(piece) :]
-        return tuple(out)
+    def __init__(self, longer: Sequence[bytes] = ()) -> None:
+        self._pieces = [bytes([i]) for i in range(256)] + [b"", b""] + sorted(set(longer))
+        self.eog = np.arange(len(self._pieces)) == END
+        self.forbidden = np.arange(len(self._pieces)) == CONTROL
 
     def piece(self, token: int) -> bytes:
-        return b"" if self.pieces[token] in (EOG, CONTROL) else self.pieces[token]
+        return self._pieces[token]
+
+    def tokenize(self, text: str, special: bool) -> tuple[int, ...]:
+        data, out = text.encode(), []
+        while data:
+            token = max(
+                (i for i, p in enumerate(self._pieces) if p and data.startswith(p)), key=lambda i: len(self._pieces[i])
+            )
+            out.append(token)
+            data = data[len(self._pieces[token]) :]
+        return tuple(out)
 
     def tokens_spelling(self, data: bytes) -> list[int]:
-        return [i for i, p in enumerate(self.pieces) if p == data and p not in (EOG, CONTROL)]
-
-    def spell(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(self.piece(t) for t in tokens)
+        return [i for i, p in enumerate(self._pieces) if p == data and i not in (END, CONTROL)]
 
 
-WORDS = Words()
-Model = Callable[[bytes], NDArray[np.float32]]
+class OneOf:
+    """A grammar of some byte strings."""
 
+    open = 0
 
-class Digits:
-    """A grammar of 0 and 1, up to three; then it ends, by the end token if ``by_token``, else with nothing left."""
-
-    def __init__(self, words: Words, by_token: bool) -> None:
-        self.words, self.by_token = words, by_token
-        self.seen = 0
-        self.closed = False
+    def __init__(self, source: str, vocabulary: Bytes) -> None:
+        self._left = [s.encode() for s in source.split("|")]
+        self._vocabulary = vocabulary
+        OneOf.open += 1
 
     def mask(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        out = np.full(len(logits), -np.inf, np.float32)
-        for i, piece in enumerate(self.words.pieces):
-            fits = piece in (b"0", b"1") or (piece == b"10" and self.seen < 2)
-            if (fits and self.seen < 3) or (piece == EOG and self.by_token and self.seen):
-                out[i] = logits[i]
-        return out
+        allowed = [
+            (t == END and b"" in self._left)
+            or (bool(p := self._vocabulary.piece(t)) and any(s.startswith(p) for s in self._left))
+            for t in range(len(logits))
+        ]
+        return np.where(allowed, logits, -np.inf).astype(np.float32)
 
     def accept(self, token: int) -> None:
-        self.seen += len(self.words.piece(token))
+        piece = self._vocabulary.piece(token)
+        self._left = [s[len(piece) :] for s in self._left if s.startswith(piece)]
 
     def close(self) -> None:
-        self.closed = True
+        OneOf.open -= 1
 
 
-def says(*pieces: bytes) -> Model:
-    """A model that wants these tokens, one after the other, and whatever is allowed if they are not."""
-    left = list(pieces)
-
-    def logits(_: bytes) -> NDArray[np.float32]:
-        out = np.linspace(0, 1, len(WORDS.pieces), dtype=np.float32)
-        if left:
-            out[WORDS.pieces.index(left.pop(0))] = 100
-        return out
-
-    return logits
+def filler(form: Form, vocabulary: Bytes, sampling: Sampling = Sampling()) -> Filler:  # noqa: B008 - frozen
+    return Filler(form, vocabulary, vocabulary.forbidden, sampling, lambda source: OneOf(source, vocabulary))
 
 
-def moody(seed: int, words: Words = WORDS, spread: float = 2.0) -> Model:
-    """Random logits that depend on the text so far."""
-
-    def logits(text: bytes) -> NDArray[np.float32]:
-        rng = np.random.default_rng([seed, zlib.crc32(text)])
-        return rng.normal(0, spread, len(words.pieces)).astype(np.float32)
-
-    return logits
-
-
-def fill(
-    form: Form, model: Model, sampling: Sampling = GREEDY, words: Words = WORDS, by_token: bool = True
-) -> tuple[Filler, list[int], list[Digits]]:
-    """Fills a form; the filler, everything in the cache, and the grammars that were made."""
-    grammars: list[Digits] = []
-
-    def grammar(source: str) -> Digits:
-        assert source == "digits"
-        grammars.append(Digits(words, by_token))
-        return grammars[-1]
-
-    filler = Filler(form, words, words.forbidden, sampling, grammar)
-    cache = filler.start()
-    for _ in range(1000):
-        if filler.done:
-            break
-        cache += filler.draw(model(words.spell(cache)))
-    assert filler.done
-    assert words.spell(cache) == bytes(filler.text)
-    assert filler.forced <= len(cache)
-    return filler, cache, grammars
+def fill(form: Form, vocabulary: Bytes, say: Callable[[bytes], NDArray[np.float32]], limit: int = 300) -> Filler:
+    """Fills a form with what ``say`` wants after the text so far; the cache must always be the text."""
+    one = filler(form, vocabulary)
+    cache = one.start()
+    for _ in range(limit):
+        assert b"".join(map(vocabulary.piece, cache)) == bytes(one.text)
+        if one.done:
+            return one
+        cache += one.draw(say(bytes(one.text)))
+    one.close()
+    pytest.fail("the form did not end")
 
 
-def text_of(form: Form, slots: dict[str, str]) -> str:
-    """What a form says with these values."""
-    out, pieces = "", form()
-    value: str | None = None
-    while True:
-        try:
-            piece = next(pieces) if value is None else pieces.send(value)
-        except StopIteration:
-            return out
-        value = piece.text if isinstance(piece, Literal) else slots[piece.name]
-        out += value + (piece.end if isinstance(piece, (Pick, Free)) else "")
+def wants(vocabulary: Bytes, *script: bytes) -> Callable[[bytes], NDArray[np.float32]]:
+    """A model that goes on with the first script that the text has begun, byte by byte, and then ends."""
+
+    def say(text: bytes) -> NDArray[np.float32]:
+        logits = np.zeros(len(vocabulary.eog), np.float32)
+        logits[END] = 25.0
+        for whole in script:
+            if whole.startswith(text) and len(whole) > len(text):
+                logits[whole[len(text)]] = 50.0
+                break
+        return logits
+
+    return say
 
 
-# -- fixed text --------------------------------------------------------------------------------------
+QUOTE = Free("said", 30)
 
 
-def test_fixed_text_is_given_and_never_drawn() -> None:
-    filler, cache, _ = fill(sequence(Literal("{"), Literal('"a":'), Literal("}")), says())
-    assert (filler.drawn, filler.forced, len(cache)) == (0, 6, 6)
-    assert filler.text == b'{"a":}'
-    assert (filler.logprob, filler.slots, filler.probabilities) == (0.0, {}, {})
+def test_a_form_is_filled_in_order_and_its_values_are_read() -> None:
+    vocabulary = Bytes()
 
-
-def test_an_empty_form_is_done_at_once() -> None:
-    filler, cache, _ = fill(sequence(), says())
-    assert cache == []
-    assert filler.text == b""
-
-
-def test_what_comes_next_may_depend_on_what_was_said() -> None:
     def form() -> Generator[Piece, str, None]:
-        said = yield Pick("use", ("Yes", "No"))
-        assert (yield Literal(":")) == ":"
-        if said == "Yes":
-            text = yield Free("why", 5)
-            assert text == "ab"
+        yield Literal('{"action": "')
+        action = yield Pick("action", ("zoom", "finish"))
+        if action == "zoom":
+            yield Literal(', "where": "')
+            yield Held("where", "left|right", 20)
+            yield Literal('", "why": "')
+            yield QUOTE
+        yield Literal("}")
 
-    filler, *_ = fill(form, says(b"Yes", b"ab", b'"'))
-    assert filler.slots == {"use": "Yes", "why": "ab"}
-    assert filler.text == b'Yes":ab"'
-    assert fill(form, says(b'No"'))[0].slots == {"use": "No"}
-
-
-# -- Pick --------------------------------------------------------------------------------------------
-
-
-def test_a_single_option_costs_no_decision() -> None:
-    filler, *_ = fill(sequence(Pick("x", ("abc",)), Literal("}")), says())
-    assert filler.drawn == 0
-    assert filler.slots == {"x": "abc"}
-    assert filler.probabilities == {"x": 1.0}
-    assert filler.text == b'abc"}'
+    text = '{"action": "zoom", "where": "right", "why": "to see"}'
+    found = fill(form, vocabulary, wants(vocabulary, text.encode()))
+    assert bytes(found.text).decode() == text
+    assert found.slots == {"action": "zoom", "where": "right", "said": "to see"}
+    short = fill(form, vocabulary, wants(vocabulary, b'{"action": "finish"}'))
+    assert bytes(short.text) == b'{"action": "finish"}'
+    assert short.slots == {"action": "finish"}
 
 
-def test_a_pick_draws_only_where_options_part() -> None:
-    # "ab1" and "abc1" part after "ab"; from there on the rest is given.
-    filler, cache, _ = fill(sequence(Pick("x", ("ab0", "abc0"))), says(b"ab", b"c"))
-    assert filler.slots == {"x": "abc0"}
-    assert filler.drawn == 2
-    assert [WORDS.piece(t) for t in cache] == [b"ab", b"c", b"0", b'"']
+def test_given_tokens_are_not_drawn() -> None:
+    vocabulary = Bytes([b'{"action": "', b"zoom", b'"}'])
+    form = sequence(Literal('{"action": "'), Pick("action", ("zoom",)), Literal("}"))
+    one = filler(form, vocabulary)
+    assert len(one.start()) == one.forced == 4
+    assert (one.done, one.drawn, one.slots, one.probabilities) == (True, 0, {"action": "zoom"}, {"action": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("wanted", "value"), [([b"1", b'"'], "1"), ([b"1", b"0"], "10"), ([b'1"'], "1"), ([b"10"], "10")]
-)
-def test_an_option_that_begins_another_can_win_and_lose(wanted: list[bytes], value: str) -> None:
-    filler, *_ = fill(sequence(Pick("n", ("1", "10", "0"))), says(*wanted))
-    assert filler.slots == {"n": value}
-    assert filler.text == f'{value}"'.encode()
+def test_a_decided_pick_is_given_to_its_end() -> None:
+    """After the first letter nothing is left to decide."""
+    vocabulary = Bytes()
+    one = filler(sequence(Pick("a", ("yes", "no", "maybe")), Literal("!")), vocabulary)
+    assert one.start() == []
+    logits = np.zeros(258, np.float32)
+    logits[ord("m")] = 9.0
+    assert bytes(one.draw(logits)) == b'maybe"!'
+    assert (one.done, one.drawn, one.forced) == (True, 1, 6)
 
 
-def test_what_is_no_option_cannot_be_picked() -> None:
-    filler, *_ = fill(sequence(Pick("use", ("Yes", "No"))), says(EOG))
-    assert filler.slots["use"] in ("Yes", "No")
-    filler, *_ = fill(sequence(Pick("use", ("Yes", "No"))), says(CONTROL))
-    assert filler.slots["use"] in ("Yes", "No")
+def test_the_probability_of_a_pick_is_that_of_its_decisions() -> None:
+    vocabulary = Bytes([b"on", b"tw"])
+    one = filler(sequence(Pick("a", ("one", "two", "ten"))), vocabulary)
+    one.start()
+    logits = np.full(len(vocabulary.eog), 5.0, np.float32)
+    p = {"o": 0.1, "on": 0.2, "t": 0.6, "tw": 0.1}
+    for text, probability in p.items():
+        logits[vocabulary.tokens_spelling(text.encode())[0]] = np.log(probability)
+    one.draw(logits)
+    assert bytes(one.text) == b"t"
+    logits[ord("w")], logits[ord("e")] = np.log(0.25), np.log(0.75)
+    one.draw(logits)
+    assert one.slots == {"a": "ten"}
+    # "tw" begins with "t" too, so all of its mass went the same way at the first decision.
+    assert one.probabilities["a"] == pytest.approx(0.7 * 0.75)
 
 
-def test_options_may_part_inside_a_character() -> None:
-    # é is c3 a9, è is c3 a8; "aé" also begins with the token a-c3.
-    for first in ([b"\xc3", b"\xa8"], [b"\xc3", b"\xa9"], ["é".encode()]):
-        filler, *_ = fill(sequence(Pick("x", ("é", "è"))), says(*first))
-        assert filler.slots == {"x": "é" if first[-1] != b"\xa8" else "è"}
-
-
-def test_the_rest_of_a_character_is_given_byte_by_byte() -> None:
-    filler, cache, _ = fill(sequence(Pick("x", ("aé", "b"))), says(b"a\xc3"))
-    assert filler.slots == {"x": "aé"}
-    assert [WORDS.piece(t) for t in cache] == [b"a\xc3", b"\xa9", b'"']
-    assert (filler.drawn, filler.forced) == (1, 2)
+@pytest.mark.parametrize("first", ["1", "10"])
+def test_an_option_that_begins_another_can_win_and_lose(first: str) -> None:
+    vocabulary = Bytes([b"10"])
+    found = fill(sequence(Pick("n", ("1", "10", "2"))), vocabulary, wants(vocabulary, f'{first}"'.encode()))
+    assert found.slots == {"n": first}
+    assert bytes(found.text).decode() == f'{first}"'
 
 
 @pytest.mark.parametrize("options", [(), ("a", "a")])
-def test_a_pick_needs_distinct_options(options: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="distinct options"):
-        fill(sequence(Pick("x", options)), says())
+def test_options_of_a_pick_must_differ(options: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="distinct"):
+        filler(sequence(Pick("a", options)), Bytes()).start()
 
 
-def constrained(options: Sequence[str], model: Model, words: Words, end: str = '"') -> dict[str, float]:
-    """Probability of each option if decoding is held to them: a sum over every way to spell them."""
-    whole = {o: (o + end).encode() for o in options}
-    chances = dict.fromkeys(options, 0.0)
-
-    def walk(text: bytes, p: float) -> None:
-        for option, spelled in whole.items():
-            if text == spelled:
-                chances[option] += p
-                return
-        rests = [s[len(text) :] for s in whole.values() if s.startswith(text)]
-        ids = [i for i, t in enumerate(words.pieces) if words.piece(i) and any(r.startswith(t) for r in rests)]
-        weights = np.exp(model(text)[ids].astype(np.float64))
-        for i, w in zip(ids, weights / weights.sum(), strict=True):
-            walk(text + words.pieces[i], p * float(w))
-
-    walk(b"", 1.0)
-    return chances
+def test_free_text_ends_at_its_end_at_the_limit_or_with_the_model() -> None:
+    vocabulary = Bytes()
+    form = sequence(Free("a", 4), Literal("!"))
+    assert fill(form, vocabulary, wants(vocabulary, b'ab"')).slots == {"a": "ab"}
+    assert fill(form, vocabulary, wants(vocabulary, b"abcdefgh")).slots == {"a": "abcd"}
+    for text in (b'ab"', b"abcdefgh", b"ab"):
+        assert bytes(fill(form, vocabulary, wants(vocabulary, text)).text).endswith(b'"!')
+    assert fill(form, vocabulary, wants(vocabulary, b"")).slots == {"a": ""}
 
 
-ONLY_BYTES = Words(list(dict.fromkeys(BYTES)))
-OPTIONS = st.lists(st.text("abc01", min_size=1, max_size=4), min_size=2, max_size=5, unique=True)
+def test_a_token_over_the_end_of_free_text_counts_only_up_to_it() -> None:
+    vocabulary = Bytes([b'b"}x', b">>y"])
+
+    def say(token: bytes) -> Callable[[bytes], NDArray[np.float32]]:
+        def logits(text: bytes) -> NDArray[np.float32]:
+            out = np.zeros(len(vocabulary.eog), np.float32)
+            out[vocabulary.tokens_spelling(token)[0] if text.endswith(b"a") else ord("a")] = 9.0
+            return out
+
+        return logits
+
+    found = fill(sequence(Free("s", 9), Literal("!")), vocabulary, say(b'b"}x'))
+    assert (found.slots, bytes(found.text)) == ({"s": "ab"}, b'ab"!')
+    found = fill(sequence(Free("s", 9, end="a>>"), Literal("!")), vocabulary, say(b">>y"))
+    assert (found.slots, bytes(found.text)) == ({"s": ""}, b"a>>!")
 
 
-@given(OPTIONS, st.integers(0, 10**6), st.integers(0, 10**6))
-def test_the_probability_of_a_pick_is_that_of_constrained_decoding(options: list[str], seed: int, draw: int) -> None:
-    model = moody(seed, ONLY_BYTES)
-    filler, *_ = fill(sequence(Pick("x", tuple(options))), model, Sampling(1.0, seed=draw), ONLY_BYTES)
-    chances = constrained(options, model, ONLY_BYTES)
-    assert sum(chances.values()) == pytest.approx(1)
-    assert filler.probabilities["x"] == pytest.approx(chances[filler.slots["x"]], rel=1e-5)
+def test_a_held_slot_ends_with_its_grammar_and_closes_it() -> None:
+    vocabulary = Bytes()
+    before = OneOf.open
+    form = sequence(Held("a", "up|upper", 9), Held("b", "x", 9), Pick("c", ("l", "r")))
+    found = fill(form, vocabulary, wants(vocabulary, b'upxr"'))
+    assert (found.slots, bytes(found.text)) == ({"a": "up", "b": "x", "c": "r"}, b'upxr"')
+    assert OneOf.open == before
+    cut = filler(form, vocabulary)
+    cut.start()
+    cut.close()
+    assert OneOf.open == before
+
+
+TEXTS = st.text(st.sampled_from('ab"é🚁'), max_size=4)
+NAMES = st.sampled_from("stuv")
+
+
+@st.composite
+def forms(draw: st.DrawFn) -> list[Piece]:
+    pieces: list[Piece] = []
+    for i in range(draw(st.integers(1, 5))):
+        kind = draw(st.integers(0, 3))
+        if kind == 0:
+            pieces.append(Literal(draw(TEXTS)))
+        elif kind == 1:
+            options = draw(st.lists(TEXTS.filter(bool), min_size=1, max_size=4, unique=True))
+            pieces.append(Pick(f"p{i}", tuple(options), draw(st.sampled_from(['"', ",", "|>"]))))
+        elif kind == 2:
+            pieces.append(Free(f"f{i}", draw(st.integers(1, 6)), draw(st.sampled_from(['"', "ab", "é"]))))
+        else:
+            sources = draw(st.lists(TEXTS.filter(bool), min_size=1, max_size=3, unique=True))
+            pieces.append(Held(f"h{i}", "|".join(sources), 40))
+    return pieces
 
 
 @given(
-    st.sampled_from([("Yes", "No"), ("abc", "c0", "é"), ("10", "abca", "Ye")]),
-    st.integers(0, 10**6),
-    st.integers(0, 99),
+    forms(),
+    st.lists(st.text(st.sampled_from('ab"é🚁,|>'), min_size=1, max_size=3).map(str.encode), max_size=6),
+    st.integers(0, 2**32),
 )
-def test_all_ways_to_spell_an_option_count(options: tuple[str, ...], seed: int, draw: int) -> None:
-    # The options differ in their first byte, so one draw decides, however the option is cut into tokens.
-    model = moody(seed)
-    filler, *_ = fill(sequence(Pick("x", options)), model, Sampling(1.0, seed=draw))
-    assert filler.drawn == 1
-    assert filler.probabilities["x"] == pytest.approx(constrained(options, model, WORDS)[filler.slots["x"]], rel=1e-5)
+def test_any_form_is_filled_by_any_model(pieces: list[Piece], longer: list[bytes], seed: int) -> None:
+    vocabulary = Bytes(longer)
+    rng = np.random.default_rng(seed)
+    likely = list(b'ab",|>') + list(range(258, len(vocabulary.eog))) + [END] + list("é🚁".encode())
 
+    def say(_: bytes) -> NDArray[np.float32]:
+        logits = rng.normal(size=len(vocabulary.eog)).astype(np.float32)
+        logits[likely] += 8
+        return logits
 
-@given(OPTIONS, st.integers(0, 10**6), st.integers(0, 99))
-def test_every_pick_ends_with_an_option_and_a_probability(options: list[str], seed: int, draw: int) -> None:
-    filler, *_ = fill(sequence(Pick("x", tuple(options)), Literal("}")), moody(seed), Sampling(1.0, seed=draw))
-    assert filler.slots["x"] in options
-    assert filler.text == f'{filler.slots["x"]}"}}'.encode()
-    assert 0 < filler.probabilities["x"] <= 1 + 1e-9
-    assert filler.logprob < 0
-
-
-def test_draws_follow_the_probabilities() -> None:
-    model = moody(5)
-    options = ("Yes", "No", "abc")
-    chances = constrained(options, model, WORDS)
-    drawn = [fill(sequence(Pick("x", options)), model, Sampling(1.0, seed=s))[0].slots["x"] for s in range(2000)]
-    for option in options:
-        assert drawn.count(option) / len(drawn) == pytest.approx(chances[option], abs=0.04)
-
-
-def test_the_log_probability_is_that_of_the_drawn_tokens() -> None:
-    # Two draws, whose logits are known: of Pick the token that was taken, of Free the one that runs over its end too.
-    flat = np.zeros(len(WORDS.pieces), np.float32)
-    filler, *_ = fill(sequence(Pick("x", ("Yes", "No")), Free("t", 1)), lambda text: flat, Sampling(1.0, seed=1))
-    assert filler.drawn == 2
-    ended = filler.slots["t"] == "" and filler.text.endswith(b'""')
-    assert filler.logprob == pytest.approx(-(1 if ended else 2) * math.log(len(WORDS.pieces)))
-    model = says(b"Ye", b'c",')
-    filler, *_ = fill(sequence(Pick("x", ("Yes", "No")), Free("t", 5)), model)
-    expected = sum(log_probability(says(p)(b""), WORDS.pieces.index(p)) for p in (b"Ye", b'c",'))
-    assert filler.logprob == pytest.approx(expected)
-
-
-# -- Free --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wanted", "end", "value", "drawn"),
-    [
-        ([b"ab", b'"'], '"', "ab", 2),
-        ([b'"'], '"', "", 1),
-        # The end lies inside a token: what stands before it counts, what follows does not.
-        ([b"ab", b'c"d'], '"', "abc", 2),
-        ([b'c",'], '"', "c", 1),
-        # An end of several bytes: in one token, over two, begun and broken off.
-        ([b"ab", b'",'], '",', "ab", 2),
-        ([b"ab", b'"', b","], '",', "ab", 3),
-        ([b"ab", b'"', b"d", b'c",'], '",', 'ab"dc', 4),
-        ([b'"', b'",'], '",', '"', 2),
-        # The model's own end.
-        ([EOG], '"', "", 1),
-        ([b"ab", EOG], '",', "ab", 2),
-        (["é".encode(), b'"'], '"', "é", 2),
-        ([b"\xc3", b"\xa9", b'"'], '"', "é", 3),
-    ],
-)
-def test_free_text_ends_where_its_end_begins(wanted: list[bytes], end: str, value: str, drawn: int) -> None:
-    filler, *_ = fill(sequence(Free("t", 10, end), Literal("}")), says(*wanted))
-    assert filler.slots == {"t": value}
-    assert filler.text == f"{value}{end}}}".encode()
-    assert filler.drawn == drawn
-
-
-def test_free_text_is_cut_at_its_limit_and_closed() -> None:
-    filler, cache, _ = fill(sequence(Free("t", 3), Literal("}")), says(b"a", b"ab", b"abc", b"a"))
-    assert filler.slots == {"t": "aababc"}
-    assert filler.text == b'aababc"}'
-    assert filler.drawn == 3
-    assert [WORDS.piece(t) for t in cache] == [b"a", b"ab", b"abc", b'"', b"}"]
-
-
-def test_a_character_that_was_cut_is_marked_in_the_value() -> None:
-    filler, *_ = fill(sequence(Free("t", 1)), says(b"\xc3"))
-    assert filler.slots == {"t": "\ufffd"}
-    assert filler.text == b'\xc3"'
-
-
-def test_a_control_token_is_never_drawn() -> None:
-    filler, *_ = fill(sequence(Free("t", 1)), says(CONTROL))
-    assert CONTROL not in bytes(filler.text)
-
-
-# -- Held --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wanted", "by_token", "value", "drawn"),
-    [
-        ([b"1", b"0", EOG], True, "10", 3),
-        ([b"1", b"0", b"1", b"1"], True, "101", 4),  # nothing but the end is left
-        ([b"1", b"0", b"1", b"1"], False, "101", 3),  # nothing at all is left: nothing is drawn
-        ([b"a", b"b", b"c"], False, None, None),
-        ([b"10", b"1"], False, "101", 2),
-    ],
-)
-def test_held_text_ends_where_its_grammar_does(
-    wanted: list[bytes], by_token: bool, value: str | None, drawn: int | None
-) -> None:
-    filler, _, (grammar,) = fill(sequence(Held("d", "digits", 9), Literal("}")), says(*wanted), by_token=by_token)
-    if value is not None:
-        assert filler.slots == {"d": value}
-    assert set(filler.slots["d"]) <= {"0", "1"}
-    assert filler.text == filler.slots["d"].encode() + b"}"
-    assert drawn is None or filler.drawn == drawn
-    assert grammar.closed
-
-
-def test_held_text_is_cut_at_its_limit() -> None:
-    filler, _, (grammar,) = fill(sequence(Held("d", "digits", 2), Literal("}")), says(b"1", b"0", b"1"))
-    assert filler.slots == {"d": "10"}
-    assert filler.text == b"10}"
-    assert grammar.closed
-
-
-def test_closing_early_frees_the_grammar() -> None:
-    made: list[Digits] = []
-
-    def grammar(source: str) -> Digits:
-        made.append(Digits(WORDS, True))
-        return made[-1]
-
-    filler = Filler(sequence(Held("d", "digits", 9)), WORDS, WORDS.forbidden, GREEDY, grammar)
-    filler.start()
-    filler.close()
-    filler.close()
-    assert made[0].closed
-
-
-# -- all together ------------------------------------------------------------------------------------
-
-PIECES = st.one_of(
-    st.builds(Literal, st.sampled_from(["{", '"a":', ", ", "}", "é"])),
-    st.builds(lambda o, e: (Pick, tuple(o), e), OPTIONS, st.sampled_from(['"', '",'])),
-    st.builds(lambda n, e: (Free, n, e), st.integers(1, 6), st.sampled_from(['"', '",', "}"])),
-    st.builds(lambda n: (Held, n), st.integers(1, 5)),
-)
-
-
-@given(st.lists(PIECES, max_size=6), st.integers(0, 10**6), st.sampled_from([0.0, 0.7, 1.5]), st.booleans())
-def test_any_form_is_filled_and_says_what_its_slots_say(
-    parts: list[object], seed: int, temperature: float, by_token: bool
-) -> None:
-    pieces: list[Piece] = []
-    for i, part in enumerate(parts):
-        if isinstance(part, Literal):
-            pieces.append(part)
-        elif part[0] is Pick:  # type: ignore[index]
-            pieces.append(Pick(f"s{i}", part[1], part[2]))  # type: ignore[index]
-        elif part[0] is Free:  # type: ignore[index]
-            pieces.append(Free(f"s{i}", part[1], part[2]))  # type: ignore[index]
-        else:
-            pieces.append(Held(f"s{i}", "digits", part[1]))  # type: ignore[index]
-    form = sequence(*pieces)
-    filler, cache, _ = fill(form, moody(seed), Sampling(temperature, seed=seed), by_token=by_token)
-    again, same, _ = fill(form, moody(seed), Sampling(temperature, seed=seed), by_token=by_token)
-    assert (filler.slots, cache) == (again.slots, same)
-    assert set(filler.slots) == {p.name for p in pieces if not isinstance(p, Literal)}
-    if not any("\ufffd" in v for v in filler.slots.values()):
-        assert bytes(filler.text).decode() == text_of(form, filler.slots)
+    found = fill(sequence(*pieces), vocabulary, say)
+    rest = bytes(found.text).decode("utf-8", "replace")
     for piece in pieces:
-        if isinstance(piece, Free):
-            assert piece.end not in filler.slots[piece.name] or piece.end == '",'
+        if isinstance(piece, Literal):
+            assert rest.startswith(piece.text)
+            rest = rest[len(piece.text) :]
+            continue
+        value = found.slots[piece.name]
         if isinstance(piece, Pick):
-            assert filler.slots[piece.name] in piece.options
+            assert value in piece.options
+            assert 0 < found.probabilities[piece.name] <= 1.0000001
+            value += piece.end
+        elif isinstance(piece, Free):
+            assert piece.end not in value
+            value += piece.end
+        else:
+            assert any(s == value for s in piece.grammar.split("|"))
+        assert rest.startswith(value)
+        rest = rest[len(value) :]
+    assert rest == ""
+
+
+# -- on the model ----------------------------------------------------------------------------------------
+
+
+def action() -> Generator[Piece, str, None]:
+    yield Literal('{"action": "')
+    chosen = yield Pick("action", ("zoom", "describe", "finish"))
+    if chosen != "finish":
+        yield Literal(', "box": "')
+        yield Held("box", 'root ::= "<0." [0-9]{3} ">"', 20)
+        yield Literal('"')
+    yield Literal(', "thought": "')
+    yield Free("thought", 8)
+    yield Literal(', "score": ')
+    yield Pick("score", tuple(str(i) for i in range(11)), "}")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_model_fills_a_form_of_the_reasoner(
+    backend: LlamaCppBackend, opened: State, ending: Text, temperature: float
+) -> None:
+    requests = [
+        GenerateRequest(opened, (ending,), form=action, sampling=Sampling(temperature, seed=i), keep=True)
+        for i in range(6)
+    ]
+    before = backend.counters.copy()
+    results = backend.generate(requests)
+    used = backend.counters - before
+    for result in results:
+        assert result.finish == "stop"
+        assert re.match(r'\{"action": "(zoom|describe|finish)", "', result.text)
+        assert result.slots["score"] in {str(i) for i in range(11)}
+        if result.slots["action"] == "finish":
+            assert "box" not in result.slots
+        else:
+            assert re.fullmatch(r"<0\.\d{3}>", result.slots["box"])
+        assert result.text.endswith(f', "score": {result.slots["score"]}}}')
+        assert b"".join(map(backend.model.piece, result.tokens)).decode("utf-8", "replace") == result.text
+        assert 0 < result.forced_tokens < len(result.tokens)
+        assert set(result.probabilities) == {"action", "score"}
+        if "\\" not in result.text and "\ufffd" not in result.text:
+            assert json.loads(re.sub(r"[\x00-\x1f]", " ", result.text))["action"] == result.slots["action"]
+        assert result.state is not None
+        result.state.close()
+    assert used.forced_tokens == sum(r.forced_tokens for r in results)
+    assert used.decoded_tokens >= sum(len(r.tokens) - r.forced_tokens for r in results)
+
+
+def test_a_form_goes_on_like_the_whole_prompt(
+    backend: LlamaCppBackend, reference: Any, opened: State, pictures: Any, prompt: Any, ending: Text, logits_after: Any
+) -> None:
+    """Given parts go into the cache in one batch, and stand there as if they had been read with the prompt."""
+    result = backend.generate([GenerateRequest(opened, (ending,), form=action, keep=True)])[0]
+    assert result.state is not None
+    with result.state as state:
+        found = logits_after(backend, state, (Text(" more"),))
+    system, question = (p.text for p in prompt(None) if isinstance(p, Text))
+    reference.start([system, pictures[0], question + ending.text])
+    for token in (*result.tokens, *backend.model.tokenize(" more", False)):
+        expected = reference.feed(token)
+    assert np.abs(found - expected).max() < 0.015
+
+
+def test_a_form_of_nothing_but_fixed_text_draws_nothing(backend: LlamaCppBackend, opened: State, ending: Text) -> None:
+    before = backend.counters.copy()
+    result = backend.generate([GenerateRequest(opened, (ending,), form=sequence(Literal("done")))])[0]
+    assert (result.text, result.finish, result.slots) == ("done", "stop", {})
+    assert (backend.counters - before).decoded_tokens == 0
+
+
+def test_a_form_is_cut_at_the_limit(backend: LlamaCppBackend, opened: State, ending: Text) -> None:
+    result = backend.generate([GenerateRequest(opened, (ending,), form=action, max_tokens=12)])[0]
+    assert result.finish == "length"
+
+
+def test_forms_and_plain_requests_share_a_batch(backend: LlamaCppBackend, opened: State, ending: Text) -> None:
+    plain = GenerateRequest(opened, (Text(" a"), ending), max_tokens=12)
+    held = GenerateRequest(opened, (ending,), grammar='root ::= "yes" | "no"')
+    form = GenerateRequest(opened, (ending,), form=action)
+    together = backend.generate([plain, form, held])
+    alone = [backend.generate([r])[0] for r in (plain, form, held)]
+    assert [r.text for r in together] == [r.text for r in alone]
