@@ -91,9 +91,10 @@ def cli() -> None:
     help="What is asked for. Default: option with options, text without.",
 )
 @click.option("--bundle", metavar="DIR", help="Models to use. Default: $HOVERLENS_BUNDLE, else a shipped one.")
-@click.option("--mode", metavar="MODE", help="How to reason: direct, react or uavmas.")
+@click.option("--mode", metavar="MODE", help="How to reason. Default: uavmas.")
 @click.option("--profile", default="onboard", show_default=True, help="Settings of the reasoner.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed.")
+@click.option("--no-share", is_flag=True, help="Evaluate every call's prompt and images anew: same answers, slow.")
 @click.option("--deadline", "deadline_s", type=float, metavar="S", help="Answer within this many seconds.")
 @click.option("--at", "at_s", type=float, metavar="S", help="Of a video file: the frame at this second.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write every step as JSON lines.")
@@ -114,6 +115,7 @@ def ask(
     mode: str | None,
     profile: str,
     seed: int,
+    no_share: bool,
     deadline_s: float | None,
     at_s: float | None,
     trace_path: str | None,
@@ -146,6 +148,7 @@ def ask(
                 mode,
                 deadline_s,
                 seed,
+                not no_share,
                 trace_path,
                 overlay_path,
                 cancel,
@@ -208,6 +211,7 @@ def _answer(
     mode: str,
     deadline_s: float | None,
     seed: int,
+    share: bool,
     trace_path: str | None,
     overlay_path: str | None,
     cancel: CancelToken,
@@ -217,7 +221,7 @@ def _answer(
     from .runtime.files import atomic_write_text
     from .runtime.trace import Trace
 
-    with load(bundle, profile=profile) as runtime:
+    with load(bundle, profile=profile, share=share) as runtime:
         trace = Trace()
         try:
             answer = runtime.ask(
@@ -400,19 +404,21 @@ def trace(file: str, prompts: bool, as_json: bool) -> None:
 
 @cli.command(epilog=example("hoverlens doctor --json > doctor.json"))
 @click.option("--bundle", metavar="DIR", help="Bundle to verify. Default: the one that ask takes.")
+@click.option("--deep", is_flag=True, help="Also load a large bundle's language model and check its caches.")
 @json_flag
 @verbosity_options
-def doctor(bundle: str | None, as_json: bool) -> None:
+def doctor(bundle: str | None, deep: bool, as_json: bool) -> None:
     """Check this machine and say how to cure it.
 
-    Looks at Python, board, accelerators, libraries, memory, caches and bundle.
+    Looks at Python, board, accelerators, libraries, memory, caches and bundle, and proves on this device that cached
+    states give the answers of full prompts.
 
     Exit status 1 if anything is bad.
     """
-    from .runtime.doctor import report, report_text, run_doctor
+    from .runtime.doctor import cache_law_check, report, report_text, run_doctor
 
     with stdout_for_results_only():
-        checks = run_doctor(bundle=bundle)
+        checks = run_doctor(bundle=bundle, extra=[cache_law_check(bundle, deep)])
     found = report(checks)
     if as_json:
         show(found, True)

@@ -21,9 +21,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import HoverlensError
+
+if TYPE_CHECKING:
+    from .bundle import Bundle
 
 Status = Literal["ok", "warn", "bad"]
 
@@ -708,3 +711,60 @@ BUILT_IN: tuple[CheckFunction, ...] = (
     check_cache,
     check_ros,
 )
+
+
+SMALL_BUNDLE = 500_000_000
+"""Bytes of a language model that ``doctor`` loads without being asked to."""
+
+
+def cache_law_check(bundle: str | None, deep: bool) -> CheckFunction:
+    """A check that cached states give the answers of full prompts, on this device with this bundle.
+
+    Args:
+        bundle: As for :func:`run_doctor`.
+        deep: Also where the model is large, so that loading it takes time.
+    """
+
+    def check_cached_states(host: Host, board: Board) -> Iterable[Check]:
+        from .bundle import find_bundle
+
+        try:
+            found = find_bundle(bundle)
+            mllm, mmproj = found.file("mllm"), found.file("mmproj")
+        except HoverlensError:
+            return  # the bundle's own line says why
+        if mllm is None or mmproj is None:
+            return
+        if mllm.stat().st_size > SMALL_BUNDLE and not deep:
+            size = f"{mllm.stat().st_size / 1e9:.1f} GB"
+            yield Check("cached states", "ok", f"not checked: the language model has {size}; hoverlens doctor --deep")
+            return
+        yield _cached_states(found, mllm, mmproj)
+
+    return check_cached_states
+
+
+def _cached_states(bundle: Bundle, mllm: Path, mmproj: Path) -> Check:
+    from .mllm.chat import ChatFormat
+    from .mllm.llamacpp import LlamaCppBackend, LlamaOptions
+    from .mllm.selfcheck import TOLERANCE, check_cache_law
+
+    options = LlamaOptions(n_ctx=4096, image_max_tokens=bundle.manifest.image_max_tokens)
+    try:
+        backend = LlamaCppBackend(mllm, mmproj, options, identity=bundle.sha256)
+        with backend:
+            result = check_cache_law(backend, ChatFormat.from_template(backend.info.chat_template))
+    except HoverlensError as e:
+        cure = f"hoverlens bundle verify {bundle.path}; hoverlens inspect {mllm}"
+        return Check("cached states", "bad", str(e), cure)
+    data = {"difference": result.difference, "pictures": result.swapped, "tokens_equal": result.tokens_equal}
+    if result.holds:
+        found = f"forked and full prompts agree within {result.difference:.4f} (needed {TOLERANCE})"
+        return Check("cached states", "ok", found, data=data)
+    return Check(
+        "cached states",
+        "bad",
+        f"forked and full prompts differ by {result.difference:.3f} (needed {TOLERANCE}): answers would be wrong here",
+        "hoverlens ask --no-share evaluates every prompt in full; report this line with hoverlens doctor --json",
+        data,
+    )

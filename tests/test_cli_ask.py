@@ -28,6 +28,7 @@ class FakeRuntime:
     """Answers without models, and remembers what it was asked."""
 
     error: BaseException | None = None
+    share = True
     answer_text = "yes"
     loads = 0
 
@@ -61,8 +62,9 @@ class FakeRuntime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     fake = FakeRuntime()
 
-    def load(bundle: object = None, profile: str = "onboard") -> FakeRuntime:
+    def load(bundle: object = None, profile: str = "onboard", share: bool = True) -> FakeRuntime:
         FakeRuntime.loads += 1
+        fake.share = share
         return fake
 
     FakeRuntime.loads = 0
@@ -271,3 +273,10 @@ def test_streams_that_cannot_be_opened(runtime: FakeRuntime, source: str) -> Non
     result = ask(source, "What?")
     assert_refused(result)
     assert "secret" not in result.stderr
+
+
+def test_no_share_asks_for_a_runtime_that_shares_nothing(runtime: FakeRuntime, photo: Path) -> None:
+    assert ask(photo, "What?").exit_code == 0
+    assert runtime.share
+    assert ask(photo, "What?", "--no-share").exit_code == 0
+    assert not runtime.share
