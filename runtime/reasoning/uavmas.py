@@ -64,7 +64,7 @@ def _once(session: Session, settings: Settings, tools: Sequence[Tool]) -> Outcom
     history.append(Text(agents.tools_text(session.prompt_version, active)))
     # Without CAIR the base answer is no belief of the chain: only SR's own answer counts.
     held = base.value if settings.cair and base.value.valid else None
-    belief = Belief(held, confidence=base.confidence if held else None)
+    belief = Belief(held, confidence=base.confidence)
     root = Branch((), history, belief)
     if settings.daas:
         found = _searched(session, settings, perception, active, root, base.value)

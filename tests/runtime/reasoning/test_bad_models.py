@@ -327,3 +327,10 @@ def test_states_are_dropped_as_soon_as_nothing_forks_from_them() -> None:
     assert held["SR 2.1"] == 3  # prefix, the end of path 1, the history of 2
     assert held["SR 2.2.1"] == 3  # prefix, path 1, 2.2; of 2 and 2.1 nothing
     assert held["LA 1"] == 4  # prefix and three ends of paths
+
+
+@pytest.mark.parametrize("mode", ["uavmas", "no_daas", "react"])
+def test_a_run_of_a_vote_leaves_no_state_to_the_next(mode: str) -> None:
+    played = play(scripted({}), tools=TWO_TOOLS, mode=mode, votes=2, depth=2, la="winner")
+    assert played.calls("base") == 2
+    assert played.backend.held["base"] == 1  # the shared prefix, also at the beginning of the second run

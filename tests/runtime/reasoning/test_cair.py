@@ -190,6 +190,7 @@ def chain(*trusted_same: bool) -> dict[str, Node]:
         ((True,), 2, 1),
         ((True, True), 2, 0),
         ((True, True), 3, 1),
+        ((True, True, True), 2, 0),
         ((True, False), 2, 1),
         ((True, True, False), 2, 1),
         ((False, True, True), 2, 0),

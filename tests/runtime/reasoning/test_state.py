@@ -30,6 +30,14 @@ def test_trusted_and_equal_keeps_the_answer_and_adds_the_clue() -> None:
     assert after == Belief(ONE, ("a", "c"), 0.4, confirmed=2)
 
 
+def test_confirmations_are_counted_one_by_one() -> None:
+    belief, counts = Belief(ONE), []
+    for _ in range(4):
+        belief = update(belief, Draft(ONE), trusted=True, box_iou=IOU)
+        counts.append(belief.confirmed)
+    assert counts == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("draft", [ONE, TWO])
 def test_not_trusted_changes_nothing_but_ends_the_run_of_confirmations(draft: Value) -> None:
     before = Belief(ONE, ("a",), 0.4, confirmed=2)
@@ -103,6 +111,8 @@ def test_an_answer_without_words_or_area_is_not_valid() -> None:
     assert box(0.1, 0.1, 0.2, 0.2).valid
     assert not box(0.1, 0.1, 0.1, 0.2).valid
     assert not box(0.1, 0.1, 0.2, 0.1).valid
+    assert not box(0.2, 0.1, 0.1, 0.2).valid
+    assert not box(0.1, 0.2, 0.2, 0.1).valid
 
 
 ANSWERS = st.sampled_from([None, ONE, TWO])
