@@ -177,17 +177,20 @@ def test_siblings_that_end_at_once_still_share_their_prompt(
     assert (backend.counters - before).prefill_tokens == backend.count_tokens(suffix)
 
 
-def test_the_order_of_requests_changes_nothing(backend: LlamaCppBackend, opened: State) -> None:
+def test_the_order_of_requests_changes_nothing(
+    backend: LlamaCppBackend, reference: Any, opened: State, pictures: Pictures
+) -> None:
+    samplings = [Sampling(0.7, seed=i) for i in range(5)]
     requests = [
-        GenerateRequest(opened, s, max_tokens=8, sampling=Sampling(0.7, seed=i)) for i, s in enumerate(suffixes(5))
+        GenerateRequest(opened, s, max_tokens=8, sampling=x) for s, x in zip(suffixes(5), samplings, strict=True)
     ]
-    expected = backend.generate(requests)
-    for order in ((4, 3, 2, 1, 0), (2, 0, 4, 1, 3)):
+    compared = 0
+    for order in ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (2, 0, 4, 1, 3)):
         found = backend.generate([requests[i] for i in order])
         for i, result in zip(order, found, strict=True):
-            # The fixed numbers here are far from a tie on any machine that keeps the tolerance.
-            assert result.tokens == expected[i].tokens
-            assert result.logprob == pytest.approx(expected[i].logprob, abs=8 * TOLERANCE["f16"])
+            reference.start(whole(pictures[0], QUESTION, phrases(5)[i]))
+            compared += reference.follow(result.tokens, samplings[i], TOLERANCE["f16"])
+    assert compared > 60
 
 
 def test_asking_again_gives_the_same_numbers(

@@ -164,7 +164,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.held[seq] = path
         self.used(seq)
 
-    @precondition(lambda self: any(self.pins.values()))
+    @precondition(lambda self: 1 in self.pins.values())
     @rule(data=st.data())
     def retain(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from([s for s, n in self.pins.items() if n == 1]))
