@@ -235,7 +235,9 @@ def _tree(nodes: dict[str, _Node], name: str, indent: str, prompts: bool, winner
     if facts.get("feedback"):
         yield f"{inner}Result: {_short(facts['feedback'], 240)}"
     for call in node.calls:
-        yield from _call(call, inner, prompts)
+        # What SR said stands above already.
+        said = facts and str(call.get("role")).startswith("SR ")
+        yield from _call({**call, "output": "as above"} if said else call, inner, prompts)
     for note in node.notes:
         yield inner + note
     if facts:

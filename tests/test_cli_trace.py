@@ -13,7 +13,7 @@ from hoverlens.cli import cli
 EVENTS = [
     {"t": 0, "event": "trace", "version": 1},
     {"t": 0.1, "event": "question", "text": "How many?", "options": ["1", "2"], "kind": "option", "mode": "uavmas"},
-    {"t": 0.2, "event": "call", "role": "SR 1", "prompt": "Next step\x1b[0m", "output": "zoom", "prefill_tokens": 7},
+    {"t": 0.2, "event": "call", "role": "PV 1", "prompt": "Next step\x1b[0m", "output": "zoom", "prefill_tokens": 7},
     {"t": 0.3, "event": "node", "node": "1", "action": "Action: zoom()", "score": 5, "answer": "2", "previous": "1"},
     {"t": 0.4, "event": "answer", "answer": "2\x1b[31m", "exit": "complete", "confidence": 0.5, "stats": {}},
 ]
@@ -34,7 +34,7 @@ def test_the_tree_is_shown(trace_file: str) -> None:
     result = run(trace_file)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith("Question  How many?\n")
-    assert "[1] score 5\n  Action: zoom()\n  SR: zoom" in result.stdout
+    assert "[1] score 5\n  Action: zoom()\n  PV: zoom" in result.stdout
     assert "Answer    2 [31m (exit complete, confidence 0.50)" in result.stdout
     assert "\x1b" not in result.stdout
     assert "Next step" not in result.stdout
@@ -48,7 +48,7 @@ def test_prompts_are_shown_on_request(trace_file: str) -> None:
 def test_json_has_costs_and_events(trace_file: str) -> None:
     result = run(trace_file, "--json")
     found = json.loads(result.stdout)
-    assert found["agents"]["SR"]["evaluated"] == 7
+    assert found["agents"]["PV"]["evaluated"] == 7
     assert [e["event"] for e in found["events"]] == ["trace", "question", "call", "node", "answer"]
     assert "prompt" not in found["events"][2]
     found = json.loads(run(trace_file, "--json", "--prompts").stdout)

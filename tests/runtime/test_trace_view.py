@@ -67,6 +67,8 @@ def test_a_search_is_shown_as_a_tree() -> None:
     # An agent stands below its node, which it need not name.
     at = lines.index("  [1.1] score 4, answer")
     assert [line.split(":")[0] for line in lines[at + 4 : at + 8]] == ["    SR", "    PV", "    CI", "    SC"]
+    # What SR said is its action, and is shown once.
+    assert lines[at + 4] == "    SR: as above  (0+0 tokens)"
     assert any(line.startswith("Tool      alpha(target=target-1): 0.0") for line in lines)
     assert any(line.startswith("Cost ") and "31 MLLM calls" in line and "7 nodes, 1 pruned" in line for line in lines)
 
