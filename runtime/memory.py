@@ -108,7 +108,8 @@ def _int(header: GGUFHeader, key: str, default: int) -> int:
 def available_bytes(proc: str | os.PathLike[str] = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
     """Memory that a new allocation may take without swapping; None where nothing tells.
 
-    The smaller of the kernel's estimate and what is left of the container's limit.
+    The smaller of the kernel's estimate and what is left of the container's limit. Files that the container has
+    read are not counted as used: the kernel lets go of them first.
     """
     found: list[int] = []
     try:
@@ -117,14 +118,27 @@ def available_bytes(proc: str | os.PathLike[str] = "/proc", cgroup: str = "/sys/
                 found.append(int(line.split()[1]) * 1024)
     except (OSError, ValueError, IndexError):
         pass
-    try:
-        limit = Path(cgroup, "memory.max").read_text(encoding="ascii").strip()
-        used = int(Path(cgroup, "memory.current").read_text(encoding="ascii"))
-        if limit != "max":
-            found.append(max(0, int(limit) - used))
-    except (OSError, ValueError):
-        pass
+    for folder, limit_name, used_name, prefix in (
+        (Path(cgroup), "memory.max", "memory.current", ""),
+        (Path(cgroup, "memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # version 1
+    ):
+        try:
+            limit = int((folder / limit_name).read_text(encoding="ascii"))
+            used = int((folder / used_name).read_text(encoding="ascii"))
+        except (OSError, ValueError):  # "max" is no number: no limit
+            continue
+        files = _fields(folder / "memory.stat", f"{prefix}inactive_file", f"{prefix}active_file")
+        found.append(min(limit, max(0, limit - used + files)))
     return min(found) if found else None
+
+
+def _fields(path: Path, *names: str) -> int:
+    """The sum of some fields of a "name value" file; 0 where it tells nothing."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+        return sum(int(value) for name, value in (line.split() for line in lines) if name in names)
+    except (OSError, ValueError):
+        return 0
 
 
 def check_plan(plan: MemoryPlan, available: int | None, limits: Mapping[str, int]) -> None:

@@ -84,10 +84,11 @@ def ask(
     check_mode(mode)
     check_deadline(deadline_s)
     trace = trace or Trace()
-    cancel = cancel or CancelToken()
+    # The caller's token may stop this question; a deadline of this question must not set the caller's token.
+    stop = CancelToken()
     start = time.perf_counter()
     before = backend.counters.copy()
-    session = Session(backend, chat, profile, frame, question, perception, trace, seed, cancel, on_step, prompt_version)
+    session = Session(backend, chat, profile, frame, question, perception, trace, seed, stop, on_step, prompt_version)
     frame_facts = {
         "digest": frame.digest,
         "width": frame.width,
@@ -107,7 +108,7 @@ def ask(
         bundle=bundle or {},
     )
     try:
-        with _deadline(cancel, deadline_s) as expired:
+        with (cancel or CancelToken()).listening(stop.cancel), _deadline(stop, deadline_s) as expired:
             try:
                 session.open(image_min_tokens)
                 outcome = MODES[mode](session)

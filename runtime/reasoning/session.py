@@ -28,6 +28,7 @@ from ..mllm.base import (
     Text,
 )
 from ..mllm.chat import ChatFormat
+from ..mllm.interrupts import hold_interrupts
 from ..profiles import Profile
 from ..question import Question
 from ..tools.base import Perception
@@ -85,7 +86,9 @@ class Session:
         self.step("prefill")
         content: list[Part] = [features, Text(question_text(self.question, self.prompt_version))]
         system = prompts.template("system", self.prompt_version)
-        self.shared = self.keep(self.backend.prefix(self.chat.open(system, *content), self.cancel))
+        # An interruption between the making of a state and its keeping would leave it open for ever.
+        with hold_interrupts():
+            self.shared = self.keep(self.backend.prefix(self.chat.open(system, *content), self.cancel))
         self.trace.emit("prefix", tokens=self.shared.n_tokens, key=self.shared.key)
 
     def encode(self, rgb: NDArray[np.uint8]) -> ImageFeatures:
@@ -107,8 +110,9 @@ class Session:
 
     def close(self) -> None:
         """Frees every state of this question, whatever happened."""
-        while self._states:
-            self._states.popitem()[1].close()
+        with hold_interrupts():
+            while self._states:
+                self._states.popitem()[1].close()
 
     def step(self, stage: str, **fields: Any) -> None:
         """Tells the caller what is going on, and stops here if it asked to."""
@@ -156,7 +160,11 @@ class Session:
 
     def generate(self, requests: list[GenerateRequest]) -> list[Generation]:
         start = time.perf_counter()
-        results = self.backend.generate(requests, self.cancel)
+        with hold_interrupts():
+            results = self.backend.generate(requests, self.cancel)
+            for result in results:
+                if result.state is not None:
+                    self.keep(result.state)
         wall = time.perf_counter() - start
         self._mllm_s += wall
         for request, result in zip(requests, results, strict=True):
@@ -174,8 +182,6 @@ class Session:
                 batch=len(requests),
                 wall_s=round(wall, 6),
             )
-            if result.state is not None:
-                self.keep(result.state)
         return results
 
 
