@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from .errors import HoverlensError
 from .gguf import Array, GGUFHeader, read_gguf_header
+from .mllm.llama_native import CONTEXT_UNIT
 
 MB = 1_000_000
 
@@ -64,6 +65,7 @@ def plan_memory(
     """
     text = read_gguf_header(mllm)
     n_ctx = min(n_ctx, _int(text, "{arch}.context_length", n_ctx))
+    n_ctx = -(-n_ctx // CONTEXT_UNIT) * CONTEXT_UNIT
     layers = _int(text, "{arch}.block_count", 0)
     width = _int(text, "{arch}.embedding_length", 0)
     heads = _int(text, "{arch}.attention.head_count", 1)
@@ -118,27 +120,36 @@ def available_bytes(proc: str | os.PathLike[str] = "/proc", cgroup: str = "/sys/
                 found.append(int(line.split()[1]) * 1024)
     except (OSError, ValueError, IndexError):
         pass
-    for folder, limit_name, used_name, prefix in (
-        (Path(cgroup), "memory.max", "memory.current", ""),
-        (Path(cgroup, "memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # version 1
-    ):
-        try:
-            limit = int((folder / limit_name).read_text(encoding="ascii"))
-            used = int((folder / used_name).read_text(encoding="ascii"))
-        except (OSError, ValueError):  # "max" is no number: no limit
-            continue
-        files = _fields(folder / "memory.stat", f"{prefix}inactive_file", f"{prefix}active_file")
-        found.append(min(limit, max(0, limit - used + files)))
+    for folder in _own_groups(Path(proc), Path(cgroup)):
+        found += _left(folder, "memory.max", "memory.current", "")
+    found += _left(Path(cgroup, "memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")  # version 1
     return min(found) if found else None
 
 
-def _fields(path: Path, *names: str) -> int:
-    """The sum of some fields of a "name value" file; 0 where it tells nothing."""
+def _own_groups(proc: Path, cgroup: Path) -> list[Path]:
+    """The control group of this process and those around it: the limit of each holds."""
+    own = PurePosixPath()
     try:
-        lines = path.read_text(encoding="ascii").splitlines()
-        return sum(int(value) for name, value in (line.split() for line in lines) if name in names)
+        for line in (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines():
+            if line.startswith("0::/"):
+                own = PurePosixPath(line[4:])
     except (OSError, ValueError):
-        return 0
+        pass
+    if ".." in own.parts:  # outside of what this container sees
+        own = PurePosixPath()
+    return [cgroup / path for path in (own, *own.parents)]
+
+
+def _left(folder: Path, limit_name: str, used_name: str, prefix: str) -> list[int]:
+    """Bytes left of a group's limit, if it has one."""
+    try:
+        limit = int((folder / limit_name).read_text(encoding="ascii"))
+        used = int((folder / used_name).read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        files = sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+    except (OSError, ValueError):  # "max" is no number: no limit
+        return []
+    return [min(limit, max(0, limit - used + files))]
 
 
 def check_plan(plan: MemoryPlan, available: int | None, limits: Mapping[str, int]) -> None:
