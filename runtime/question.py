@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -51,11 +51,10 @@ class Question:
                 kind, or a kind that does not fit the options.
         """
         text = _clean(text, "the question", MAX_QUESTION_CHARS)
-        if isinstance(options, str):
-            raise BadInput("options are one string; pass a list of strings, one for each option")
-        cleaned = [_clean(o, f"option {i}", MAX_OPTION_CHARS) for i, o in enumerate(options or (), 1)]
-        if len(cleaned) > MAX_OPTIONS:
-            raise BadInput(f"{len(cleaned)} options given; at most {MAX_OPTIONS} are taken")
+        given = [] if options is None else _listed(options)
+        if len(given) > MAX_OPTIONS:
+            raise BadInput(f"{len(given)} options given; at most {MAX_OPTIONS} are taken")
+        cleaned = [_clean(o, f"option {i}", MAX_OPTION_CHARS) for i, o in enumerate(given, 1)]
         seen: dict[str, int] = {}
         for i, option in enumerate(cleaned, 1):
             key = option.casefold()
@@ -74,6 +73,14 @@ class Question:
         if kind in ("box", "text") and cleaned:
             raise BadInput(f"kind {kind!r} takes no options, found {len(cleaned)}; leave them out")
         return cls(text=text, options=tuple(cleaned), kind=kind)  # type: ignore[arg-type]
+
+
+def _listed(options: object) -> list[object]:
+    if isinstance(options, str):
+        raise BadInput("options are one string; pass a list of strings, one for each option")
+    if not isinstance(options, Iterable) or isinstance(options, (bytes, Mapping)):
+        raise BadInput(f"options are {type(options).__name__}; pass a list of strings, one for each option")
+    return list(options)
 
 
 def _clean(text: object, what: str, limit: int) -> str:

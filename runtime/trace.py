@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -35,7 +36,7 @@ class Trace:
 
     def to_text(self) -> str:
         """The file's text."""
-        return "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in self.events)
+        return "".join(_line(event) + "\n" for event in self.events)
 
     def close(self) -> None:
         """Writes the file, if there is to be one. May be called more than once; the last call counts."""
@@ -47,3 +48,19 @@ class Trace:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _line(event: dict[str, Any]) -> str:
+    try:
+        return json.dumps(event, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # JSON knows no infinity
+        return json.dumps(_finite(event), ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for every number that is none."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
