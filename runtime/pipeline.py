@@ -19,7 +19,7 @@ from .profiles import Profile
 from .question import Question
 from .reasoning import direct
 from .reasoning.outcome import Outcome
-from .reasoning.session import Session, StepCallback
+from .reasoning.session import Session, StepCallback, Thinker
 from .reasoning.settings import MODES as REASONING_MODES
 from .tools.base import NO_PERCEPTION, Perception
 from .trace import Trace
@@ -69,6 +69,7 @@ def ask(
     trace: Trace | None = None,
     cancel: CancelToken | None = None,
     perception: Perception = NO_PERCEPTION,
+    thinker: Thinker | None = None,
     prompt_version: str = prompts.VERSION,
     image_min_tokens: int | None = None,
     bundle: dict[str, str] | None = None,
@@ -87,8 +88,11 @@ def ask(
     # The caller's token may stop this question; a deadline of this question must not set the caller's token.
     stop = CancelToken()
     start = time.perf_counter()
-    before = backend.counters.copy()
-    session = Session(backend, chat, profile, frame, question, perception, trace, seed, stop, on_step, prompt_version)
+    backends = [backend] if thinker is None else [backend, thinker.backend]
+    before = [b.counters.copy() for b in backends]
+    session = Session(
+        backend, chat, profile, frame, question, perception, trace, seed, stop, on_step, prompt_version, thinker
+    )
     frame_facts = {
         "digest": frame.digest,
         "width": frame.width,
@@ -124,6 +128,7 @@ def ask(
     finally:
         session.close()
     wall = time.perf_counter() - start
+    used = sum((b.counters - old for b, old in zip(backends, before, strict=True)), Counters())
     result = Answer(
         answer=outcome.value.text,
         kind=question.kind,
@@ -132,8 +137,8 @@ def ask(
         confidence=outcome.confidence,
         exit=outcome.exit,
         mode=mode,
-        stats=_stats(session, backend.counters - before, wall),
-        stages_s=_stages(session, backend.counters - before, wall),
+        stats=_stats(session, used, wall),
+        stages_s=_stages(session, used, wall),
         bundle=dict(bundle or {}),
         frame=frame_facts,
         warnings=(*warnings, *session.warnings),

@@ -21,12 +21,14 @@ from .mllm.base import Backend, CancelToken
 from .mllm.chat import ChatFormat
 from .profiles import Profile, profile_named
 from .question import Question
-from .reasoning.session import StepCallback
+from .reasoning.session import StepCallback, Thinker
+from .reasoning.settings import MODES, for_mode
 from .tools.perception import PerceptionCache
 from .trace import Trace
 
 if TYPE_CHECKING:
     from .boxes import Boxes
+    from .mllm.llamacpp import LlamaCppBackend
     from .perception.depth import DepthMap, DepthModel
     from .perception.detector import Detector
 
@@ -51,7 +53,8 @@ class Runtime:
         self.share = share
         self._lock = threading.RLock()
         self._closed = False
-        self._backend: Backend | None = None
+        self._backend: LlamaCppBackend | None = None
+        self._thinking: Thinker | None = None
         self._chat: ChatFormat | None = None
         self._detector: Detector | None = None
         self._depth: DepthModel | None = None
@@ -119,6 +122,7 @@ class Runtime:
                     self._open_detector if self.bundle.file("detector") else None,
                     self._open_depth if self.bundle.file("depth") else None,
                 ),
+                thinker=self._thinker(mode),
                 prompt_version=self.bundle.manifest.prompt_template or prompts.VERSION,
                 image_min_tokens=self.bundle.manifest.image_min_tokens,
                 bundle={"name": self.bundle.name, "sha256": self.bundle.sha256},
@@ -173,39 +177,51 @@ class Runtime:
         with self._lock:
             return self._mllm()[0]
 
-    def _mllm(self) -> tuple[Backend, ChatFormat]:
+    def _mllm(self) -> tuple[LlamaCppBackend, ChatFormat]:
         self._check_open()
         if self._backend is None or self._chat is None:
-            from .mllm.llamacpp import LlamaCppBackend, LlamaOptions
-
-            mllm, mmproj = self.bundle.need("mllm"), self.bundle.need("mmproj")
+            self.bundle.need("mmproj")
             p = self.profile
-            check_plan(
-                self.memory_plan(),
-                available_bytes(),
-                {"n_ctx": p.n_ctx, "n_batch": p.n_batch},
-            )
-            entries = [self.bundle.entry(role) for role in ("mllm", "mmproj")]
-            backend = LlamaCppBackend(
-                mllm,
-                mmproj,
-                LlamaOptions(
-                    n_ctx=p.n_ctx,
-                    n_sequences=p.n_sequences,
-                    n_batch=p.n_batch,
-                    threads=p.threads,
-                    image_max_tokens=self.bundle.manifest.image_max_tokens,
-                    share=self.share,
-                ),
-                identity="|".join(e.sha256 for e in entries if e is not None),
-            )
-            try:
-                self._chat = ChatFormat.from_template(backend.info.chat_template)
-            except BaseException:
-                backend.close()
-                raise
-            self._backend = backend
+            check_plan(self.memory_plan(), available_bytes(), {"n_ctx": p.n_ctx, "n_batch": p.n_batch})
+            self._backend, self._chat = self._open_mllm("mllm")
         return self._backend, self._chat
+
+    def _thinker(self, mode: str) -> Thinker | None:
+        """What LA runs on in a mode, loaded if it was not; None where the bundle or the mode has none."""
+        path = self.bundle.file("mllm_thinking")
+        if path is None or mode not in MODES or for_mode(self.profile.reasoner, mode).la == "never":
+            return None
+        if self._thinking is None:
+            p = self.profile
+            plan = plan_memory(path, None, p.n_ctx, p.n_batch)
+            check_plan(plan, available_bytes(), {"n_ctx": p.n_ctx, "n_batch": p.n_batch})
+            self._thinking = Thinker(*self._open_mllm("mllm_thinking", projector_of=self._backend))
+        return self._thinking
+
+    def _open_mllm(self, role: str, projector_of: LlamaCppBackend | None = None) -> tuple[LlamaCppBackend, ChatFormat]:
+        from .mllm.llamacpp import LlamaCppBackend, LlamaOptions
+
+        p = self.profile
+        entries = [self.bundle.entry(r) for r in (role, "mmproj")]
+        backend = LlamaCppBackend(
+            self.bundle.need(role),
+            None if projector_of is not None else self.bundle.need("mmproj"),
+            LlamaOptions(
+                n_ctx=p.n_ctx,
+                n_sequences=p.n_sequences,
+                n_batch=p.n_batch,
+                threads=p.threads,
+                image_max_tokens=self.bundle.manifest.image_max_tokens,
+                share=self.share,
+            ),
+            identity="|".join(e.sha256 for e in entries if e is not None),
+            projector_of=projector_of,
+        )
+        try:
+            return backend, ChatFormat.from_template(backend.info.chat_template)
+        except BaseException:
+            backend.close()
+            raise
 
     def _open_detector(self) -> Detector:
         self._check_open()
@@ -243,10 +259,12 @@ class Runtime:
         """Frees all models. Waits for a running question. May be called more than once."""
         with self._lock:
             self._closed = True
-            for model in (self._backend, self._detector, self._depth):
+            # The thinking model uses the other one's projector, so it goes first.
+            thinking = None if self._thinking is None else self._thinking.backend
+            for model in (thinking, self._backend, self._detector, self._depth):
                 if model is not None:
                     model.close()
-            self._backend = self._detector = self._depth = None
+            self._thinking = self._backend = self._detector = self._depth = None
 
     def __enter__(self) -> Runtime:
         return self

@@ -266,6 +266,9 @@ class Counters:
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
     def __sub__(self, other: Counters) -> Counters:
         return Counters(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
 

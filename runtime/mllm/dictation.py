@@ -66,7 +66,7 @@ class Dictation:
                 self.done = True
                 return tokens
             if isinstance(piece, Literal):
-                tokens += self._give(piece.text.encode())
+                tokens += self._give(piece.text.encode(), piece.special)
                 self._value = piece.text
                 continue
             value = self._value_of(piece)
@@ -96,10 +96,10 @@ class Dictation:
             return value
         return self._script.get(piece.name, "")
 
-    def _give(self, data: bytes) -> list[int]:
+    def _give(self, data: bytes, special: bool = False) -> list[int]:
         if not data:
             return []
         self.text += data
-        tokens = list(self._vocabulary.tokenize(data.decode("utf-8", "replace"), False))
+        tokens = list(self._vocabulary.tokenize(data.decode("utf-8", "replace"), special))
         self.forced += len(tokens)
         return tokens

@@ -25,9 +25,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Literal:
-    """Fixed text. What it becomes is itself."""
+    """Fixed text. What it becomes is itself.
+
+    Attributes:
+        special: Our own template text, in which marks such as ``<think>`` count; never a user's or a model's.
+    """
 
     text: str
+    special: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,13 @@ class Free:
         name: The slot.
         max_tokens: Most tokens of the slot.
         end: What ends it; it is put there too where the model was cut off.
+        special: ``end`` is a mark of the model's template (``</think>``).
     """
 
     name: str
     max_tokens: int
     end: str = '"'
+    special: bool = False
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ class LlamaOptions:
         n_batch: Most tokens in one forward pass; at least ``n_sequences`` are taken.
         threads: CPU threads; None means the CPUs this process may use.
         gpu_layers: Layers on the GPU; -1 means all, where the build has a GPU backend.
-        flash_attention: Off by default: with a unified cache its results depend on what else is cached.
+        flash_attention: Of the text model. Off by default: with a unified cache its results depend on what else is
+            cached.
         image_min_tokens: Least tokens for an image; None means the model's own.
         image_max_tokens: Most tokens for an image; None means the model's own.
         share: Fork KV states and reuse features. Off, every request evaluates its whole prompt and
@@ -122,6 +123,14 @@ class LlamaState(State):
 class LlamaCppBackend(Backend):
     """One model, one projector, one KV cache.
 
+    Args:
+        mllm: Text model, GGUF.
+        mmproj: Its projector, GGUF, or None for a model that only reads.
+        options: How to run it.
+        identity: Stands for the files in cache keys; by default a digest of their content.
+        projector_of: Another variant of the same model whose projector and features this one uses; it must be
+            closed after this one.
+
     Raises:
         BadInput: A file that is not there, is not what it should be, or does not fit the other.
         HoverlensError: llama.cpp is missing or memory does not suffice.
@@ -133,6 +142,7 @@ class LlamaCppBackend(Backend):
         mmproj: str | os.PathLike[str] | None,
         options: LlamaOptions | None = None,
         identity: str | None = None,
+        projector_of: LlamaCppBackend | None = None,
     ) -> None:
         self.options = options = options or LlamaOptions()
         for path in (mllm, mmproj):
@@ -148,6 +158,7 @@ class LlamaCppBackend(Backend):
         self._model: Model | None = None
         self._context: Context | None = None
         self._projector: Projector | None = None
+        self._lender = projector_of
         self.counters = Counters()
         self._root = root(identity or _identity(mllm, mmproj))
         self._identity = self._root.key.hex()
@@ -164,10 +175,17 @@ class LlamaCppBackend(Backend):
                     mmproj,
                     model,
                     threads,
-                    options.flash_attention,
                     options.image_min_tokens,
                     options.image_max_tokens,
                 )
+            elif self._lender is not None:
+                self._projector = self._lender._projector
+                lent = self._lender.model.n_embd_inp
+                if lent != model.n_embd_inp:
+                    raise BadInput(
+                        f"{mllm} reads features {model.n_embd_inp} wide, and the other model's vision encoder gives "
+                        f"{lent}; use two variants of one model"
+                    )
             n_ctx = min(options.n_ctx, model.n_ctx_train) if model.n_ctx_train else options.n_ctx
             self._context = Context(
                 model,
@@ -577,7 +595,8 @@ class LlamaCppBackend(Backend):
         return state
 
     def close(self) -> None:
-        for handle in (self._context, self._projector, self._model):
+        projector = self._projector if self._lender is None else None
+        for handle in (self._context, projector, self._model):
             if handle is not None:
                 handle.close()
         self._context = None

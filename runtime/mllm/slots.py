@@ -75,6 +75,7 @@ class Filler:
         self._buffer = b""
         self._count = 0
         self._matcher: Matcher | None = None
+        self._mark: int | None = None
         self.slots: dict[str, str] = {}
         self.probabilities: dict[str, float] = {}
         self.text = bytearray()
@@ -99,6 +100,8 @@ class Filler:
             self.drawn += 1
             return self._draw_pick(piece, logits)
         masked = np.where(self._forbidden, np.float32(-np.inf), logits)
+        if self._mark is not None:
+            masked[self._mark] = logits[self._mark]
         if isinstance(piece, Held):
             assert self._matcher is not None
             masked = self._matcher.mask(masked)
@@ -106,7 +109,7 @@ class Filler:
                 return self._end(piece.name)
         self.drawn += 1
         token = self._sampler.draw(masked)
-        if self._vocabulary.eog[token]:
+        if self._vocabulary.eog[token] or token == self._mark:
             return self._close_slot(piece)
         data = self._vocabulary.piece(token)
         self._count += 1
@@ -151,7 +154,7 @@ class Filler:
                 self.done = True
                 return tokens
             if isinstance(piece, Literal):
-                tokens += self._give(piece.text.encode())
+                tokens += self._give(piece.text.encode(), piece.special)
                 value = piece.text
             elif isinstance(piece, Pick) and len(piece.options) == 1:
                 tokens += self._give((piece.options[0] + piece.end).encode())
@@ -165,6 +168,10 @@ class Filler:
         self._piece = piece
         self._buffer = b""
         self._count = 0
+        self._mark = None
+        if isinstance(piece, Free) and piece.special:
+            marks = self._vocabulary.tokenize(piece.end, True)
+            self._mark = marks[0] if len(marks) == 1 else None
         if isinstance(piece, Pick):
             if not piece.options or len(set(piece.options)) != len(piece.options):
                 raise ValueError(f"slot {piece.name!r} needs distinct options, found {piece.options}")
@@ -218,7 +225,7 @@ class Filler:
         tokens: list[int] = []
         if isinstance(piece, Free):
             # An end of several bytes may have begun in tokens that are already there.
-            tokens = self._give(piece.end.encode()[overrun:])
+            tokens = self._give(piece.end.encode()[overrun:], piece.special)
         return tokens + self._end(piece.name)
 
     def _end(self, name: str) -> list[int]:
@@ -226,7 +233,7 @@ class Filler:
         value = self.slots[name] = self._buffer.decode("utf-8", "replace")
         return self._continue(value)
 
-    def _give(self, data: bytes) -> list[int]:
+    def _give(self, data: bytes, special: bool = False) -> list[int]:
         self.text += data
         tokens: list[int] = []
         # A drawn token may end inside a character: the rest of that is given byte by byte.
@@ -235,7 +242,7 @@ class Filler:
             if not raw:
                 continue
             try:
-                tokens += self._vocabulary.tokenize(raw.decode(), False)
+                tokens += self._vocabulary.tokenize(raw.decode(), special)
             except UnicodeDecodeError:
                 for i in range(len(raw)):
                     tokens += self._vocabulary.tokens_spelling(raw[i : i + 1])[:1]

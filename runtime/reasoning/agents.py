@@ -16,7 +16,7 @@ from ..mllm.forms import Form, Free, Held, Literal, Pick, Piece
 from ..question import Question
 from ..tools.base import Feedback, Parameter, Tool
 from .parse import parse_box, parse_boxes, valid_answer
-from .session import Session
+from .session import Session, Thinker
 from .settings import Settings
 from .state import Belief, Draft
 from .value import Value, of_options
@@ -372,11 +372,12 @@ def _drafts(
     form: Form,
     jobs: Sequence[tuple[State, tuple[int, ...]]],
     evidence: str,
+    thinker: Thinker | None = None,
 ) -> list[Draft]:
     requests = [
         GenerateRequest(
             state,
-            suffix=session.suffix(template),
+            suffix=session.suffix(template, thinker.chat if thinker else None),
             max_tokens=16384,
             sampling=session.draws(settings.agent_temperature, role, *path),
             form=form,
@@ -385,7 +386,8 @@ def _drafts(
         for state, path in jobs
     ]
     drafts = []
-    for (_, path), result in zip(jobs, session.generate(requests), strict=True):
+    results = session.generate(requests, thinker.backend if thinker else None)
+    for (_, path), result in zip(jobs, results, strict=True):
         answer, confidence, repairs = read_answer(session.question, result.slots, result.probabilities)
         for repair in repairs:
             session.trace.emit("repair", what=repair, role=role, node=dotted(path))
@@ -439,19 +441,40 @@ def read_score(settings: Settings, probabilities: Sequence[float], draw: Samplin
 # -- LA ----------------------------------------------------------------------------------------------
 
 
-def conclude(session: Session, settings: Settings, jobs: Sequence[tuple[State, tuple[int, ...]]]) -> list[Draft]:
-    """LA: an answer and a clue summary from whole histories."""
+def conclude(
+    session: Session, settings: Settings, jobs: Sequence[tuple[State, tuple[Part, ...], tuple[int, ...]]]
+) -> list[Draft]:
+    """LA: an answer and a clue summary from whole histories, by the thinking model where there is one.
+
+    Args:
+        jobs: For each branch its history as a state, as parts, and its path.
+    """
+    thinker = session.thinker
 
     def form() -> Generator[Piece, str, None]:
-        yield Literal('{"reasoning": "')
-        yield Free("reasoning", settings.la_tokens)
-        yield Literal(', "answer": "')
+        if thinker is None:
+            yield Literal('{"reasoning": "')
+            yield Free("reasoning", settings.la_tokens)
+            yield Literal(', "answer": "')
+        else:
+            if not thinker.chat.after_user.rstrip().endswith("<think>"):
+                yield Literal("<think>\n", special=True)
+            yield Free("reasoning", settings.think_tokens, end="</think>", special=True)
+            yield Literal('\n\n{"answer": "')
         yield from answer_pieces(session.question, settings)
         yield Literal(', "clues": "')
         yield Free("clues", settings.evidence_tokens)
         yield Literal("}")
 
-    return _drafts(session, settings, "LA", "la", form, jobs, "clues")
+    if thinker is None:
+        return _drafts(session, settings, "LA", "la", form, [(state, path) for state, _, path in jobs], "clues")
+    states = [session.thinking(*told) for _, told, _ in jobs]
+    try:
+        pairs = [(state, path) for state, (_, _, path) in zip(states, jobs, strict=True)]
+        return _drafts(session, settings, "LA", "la", form, pairs, "clues", thinker)
+    finally:
+        for state in states:
+            session.drop(state)
 
 
 # -- small things ------------------------------------------------------------------------------------

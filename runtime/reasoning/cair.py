@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..mllm.base import ChooseRequest, State
+from ..mllm.base import ChooseRequest, Part, State
 from ..tools import run_tools
 from ..tools.base import Feedback, Perception
 from . import agents
@@ -33,6 +33,7 @@ class Branch:
         belief: (a, C).
         scores: Of every node from the root to here, the root's S_init first.
         final: SR finished here.
+        told: The history as prompt parts, without the shared prefix, for a model that has not read it yet.
     """
 
     path: tuple[int, ...]
@@ -40,6 +41,7 @@ class Branch:
     belief: Belief
     scores: tuple[float, ...] = ()
     final: bool = False
+    told: tuple[Part, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -84,8 +86,10 @@ def grow(
     children = []
     for (parent, _), path, step, belief, score in zip(parents, paths, steps, beliefs, scores, strict=True):
         history = session.keep(parent.history.fork())
-        history.append(*step.parts(session.prompt_version))
-        child = Branch(path, history, belief, parent.scores + ((score,) if scored else ()), step.action.final)
+        parts = step.parts(session.prompt_version)
+        history.append(*parts)
+        scores_so_far = parent.scores + ((score,) if scored else ())
+        child = Branch(path, history, belief, scores_so_far, step.action.final, parent.told + parts)
         children.append(child)
         session.trace.emit(
             "node",
@@ -203,7 +207,7 @@ def _verify(
 def arbitrate(session: Session, settings: Settings, branches: Sequence[Branch]) -> list[Belief]:
     """LA over each branch's history, then CI between its answer and the branch's (lines 15 and 16)."""
     session.step("conclude", branches=len(branches))
-    drafts = agents.conclude(session, settings, [(b.history, b.path) for b in branches])
+    drafts = agents.conclude(session, settings, [(b.history, b.told, b.path) for b in branches])
     requests: list[ChooseRequest] = []
     asked: list[int] = []
     for i, (branch, draft) in enumerate(zip(branches, drafts, strict=True)):

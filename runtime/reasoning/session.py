@@ -37,6 +37,14 @@ from ..trace import Trace
 StepCallback = Callable[[dict[str, Any]], None]
 
 
+@dataclass(frozen=True)
+class Thinker:
+    """A thinking variant of the model, for LA. It reads the features that the other model's encoder made."""
+
+    backend: Backend
+    chat: ChatFormat
+
+
 @dataclass
 class Session:
     """The shared prefix of one question, and calls on it that are traced and counted.
@@ -44,6 +52,7 @@ class Session:
     Attributes:
         shared: State after [system][image][question][options]; every agent forks from it.
         perception: The compiled detector and depth model.
+        thinker: What LA runs on, where the bundle has a thinking model.
         warnings: Said in the answer.
         run: Which of several runs (a vote) is going on; it seeds the draws.
         tool_calls, nodes, pruned: Counts for the answer's stats.
@@ -61,6 +70,7 @@ class Session:
     cancel: CancelToken = field(default_factory=CancelToken)
     on_step: StepCallback | None = None
     prompt_version: str = prompts.VERSION
+    thinker: Thinker | None = None
     warnings: list[str] = field(default_factory=list)
     shared: State = field(init=False)
     image_tokens: int = 0
@@ -71,11 +81,13 @@ class Session:
     tools_s: float = 0.0
     _states: dict[int, State] = field(default_factory=dict)
     _mllm_s: float = 0.0
+    _picture: ImageFeatures | None = None
+    _thinking: State | None = None
 
     def open(self, image_min_tokens: int | None = None) -> None:
         """Encodes the image and evaluates the shared prefix."""
         self.step("encode")
-        features = self.encode(self.frame.rgb)
+        features = self._picture = self.encode(self.frame.rgb)
         self.image_tokens = features.n_tokens
         if image_min_tokens is not None and features.n_tokens < image_min_tokens:
             self.warnings.append(
@@ -90,6 +102,22 @@ class Session:
         with hold_interrupts():
             self.shared = self.keep(self.backend.prefix(self.chat.open(system, *content), self.cancel))
         self.trace.emit("prefix", tokens=self.shared.n_tokens, key=self.shared.key)
+
+    def thinking(self, *history: Part) -> State:
+        """The thinker's state after the shared prefix and a history; the prefix is evaluated once."""
+        assert self.thinker is not None
+        assert self._picture is not None
+        if self._thinking is None:
+            system = prompts.template("system", self.prompt_version)
+            content: list[Part] = [self._picture, Text(question_text(self.question, self.prompt_version))]
+            start = time.perf_counter()
+            with hold_interrupts():
+                prefix = self.thinker.backend.prefix(self.thinker.chat.open(system, *content), self.cancel)
+                self._thinking = self.keep(prefix)
+            self._mllm_s += time.perf_counter() - start
+        state = self.keep(self._thinking.fork())
+        state.append(*history)
+        return state
 
     def encode(self, rgb: NDArray[np.uint8]) -> ImageFeatures:
         """Features of a picture, uint8 RGB (H, W, 3): the frame, or what a tool made of it."""
@@ -120,9 +148,9 @@ class Session:
         if self.on_step is not None:
             self.on_step({"stage": stage, **fields})
 
-    def suffix(self, name: str, **values: str) -> tuple[Part, ...]:
+    def suffix(self, name: str, chat: ChatFormat | None = None, **values: str) -> tuple[Part, ...]:
         """A role's prompt, from its template to where the answer begins."""
-        return self.chat.close(Text(prompts.fill(name, self.prompt_version, **values)))
+        return (chat or self.chat).close(Text(prompts.fill(name, self.prompt_version, **values)))
 
     def draws(self, temperature: float, role: str, *path: int) -> Sampling:
         """Sampling for one call. Its stream depends on the seed, the run, the role and the node's path
@@ -158,10 +186,11 @@ class Session:
             )
         return choices
 
-    def generate(self, requests: list[GenerateRequest]) -> list[Generation]:
+    def generate(self, requests: list[GenerateRequest], backend: Backend | None = None) -> list[Generation]:
+        """Runs requests as one batch, on another backend where one is given, and traces each."""
         start = time.perf_counter()
         with hold_interrupts():
-            results = self.backend.generate(requests, self.cancel)
+            results = (backend or self.backend).generate(requests, self.cancel)
             for result in results:
                 if result.state is not None:
                     self.keep(result.state)

@@ -36,7 +36,8 @@ class Settings:
         evidence_tokens: Most tokens of PV's summary and of a clue.
         tip_tokens: Most tokens of TS's tips.
         text_tokens: Most tokens of a free-text answer.
-        la_tokens: Most tokens of LA's reasoning.
+        la_tokens: Most tokens of LA's reasoning where the weights are the other agents'.
+        think_tokens: Most tokens of LA's thought where the bundle has a thinking model.
         tool_timeout_s: Seconds after which a tool's perception counts as failed.
     """
 
@@ -64,6 +65,7 @@ class Settings:
     tip_tokens: int = 20
     text_tokens: int = 48
     la_tokens: int = 128
+    think_tokens: int = 512
     tool_timeout_s: float = 30.0
 
 
@@ -78,6 +80,7 @@ FAITHFUL = Settings(
     tip_tokens=128,
     text_tokens=256,
     la_tokens=4096,
+    think_tokens=8192,
     tool_timeout_s=600.0,
 )
 

@@ -61,11 +61,12 @@ def _once(session: Session, settings: Settings, tools: Sequence[Tool]) -> Outcom
     if not active:
         return base.ending("fallback")
     history = session.keep(session.shared.fork())
-    history.append(Text(agents.tools_text(session.prompt_version, active)))
+    told = (Text(agents.tools_text(session.prompt_version, active)),)
+    history.append(*told)
     # Without CAIR the base answer is no belief of the chain: only SR's own answer counts.
     held = base.value if settings.cair and base.value.valid else None
     belief = Belief(held, confidence=base.confidence)
-    root = Branch((), history, belief)
+    root = Branch((), history, belief, told=told)
     if settings.daas:
         found = _searched(session, settings, perception, active, root, base.value)
     else:
