@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from ..mllm.base import Text
@@ -42,8 +41,8 @@ def answer(session: Session, settings: Settings, tools: Sequence[Tool] | None = 
 def majority(outcomes: list[Outcome], box_iou: float) -> Outcome:
     """The outcome whose answer most runs gave; of equals the first."""
     values = [o.value for o in outcomes]
-    counts = Counter({i: sum(v.same(w, box_iou) for w in values) for i, v in enumerate(values)})
-    return outcomes[max(range(len(outcomes)), key=lambda i: (counts[i], -i))]
+    votes = [sum(v.same(w, box_iou) for w in values) for v in values]
+    return outcomes[votes.index(max(votes))]
 
 
 def _once(session: Session, settings: Settings, tools: Sequence[Tool]) -> Outcome:
@@ -73,11 +72,7 @@ def _once(session: Session, settings: Settings, tools: Sequence[Tool]) -> Outcom
         found = _chained(session, settings, perception, active, root)
     if found is None or found.answer is None:
         return base.ending("fallback")
-    confidence = found.confidence
-    if found.answer.same(base.value, settings.same_box_iou):
-        # The same answer as at first look: its own probability is known.
-        confidence = base.confidence if confidence is None else confidence
-    return Outcome(found.answer, confidence, base.probabilities)
+    return Outcome(found.answer, found.confidence, base.probabilities)
 
 
 def _searched(
@@ -90,7 +85,7 @@ def _searched(
 ) -> Belief | None:
     """DAAS, then LA where the settings ask for it."""
     session.step("score")
-    choice = session.choose([agents.ask_base_score(session, base)])[0]
+    (choice,) = session.choose([agents.ask_base_score(session, base)])
     draw = session.draws(settings.agent_temperature, "SC")
     s_init = agents.read_score(settings, choice.probabilities.tolist(), draw)
     tau = threshold(s_init) if settings.difficulty else settings.fixed_tau
@@ -148,7 +143,7 @@ def _next(
     branch: Branch,
     last: bool = False,
 ) -> Branch:
-    child = grow(session, settings, perception, active, [(branch, 0)], scored=False, last=last)[0]
+    (child,) = grow(session, settings, perception, active, [(branch, 0)], scored=False, last=last)
     session.drop(branch.history)
     return child
 
@@ -158,4 +153,5 @@ def _concluded(session: Session, settings: Settings, branch: Branch) -> Belief:
     settled = branch.belief.confirmed >= settings.settled_after
     if settings.la == "never" or (settings.la == "unsettled" and settled):
         return branch.belief
-    return arbitrate(session, settings, [branch])[0]
+    (belief,) = arbitrate(session, settings, [branch])
+    return belief

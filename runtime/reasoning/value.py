@@ -26,8 +26,9 @@ class Value:
     @property
     def valid(self) -> bool:
         """Whether it says anything: some words, and a box that has an area."""
-        x1, y1, x2, y2 = self.box or (0.0, 0.0, 1.0, 1.0)
-        return bool(self.text.strip()) and x1 < x2 and y1 < y2
+        if self.box is not None and (self.box[0] >= self.box[2] or self.box[1] >= self.box[3]):
+            return False
+        return bool(self.text.strip())
 
     def same(self, other: Value, box_iou: float) -> bool:
         """Whether two answers are one: equal options, boxes that overlap by ``box_iou``, or equal words."""

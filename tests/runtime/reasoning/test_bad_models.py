@@ -333,4 +333,5 @@ def test_states_are_dropped_as_soon_as_nothing_forks_from_them() -> None:
 def test_a_run_of_a_vote_leaves_no_state_to_the_next(mode: str) -> None:
     played = play(scripted({}), tools=TWO_TOOLS, mode=mode, votes=2, depth=2, la="winner")
     assert played.calls("base") == 2
+    assert [e["run"] for e in played.all("run")] == [1, 2]
     assert played.backend.held["base"] == 1  # the shared prefix, also at the beginning of the second run

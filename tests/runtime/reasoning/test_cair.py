@@ -205,6 +205,23 @@ def test_la_is_skipped_once_trusted_steps_in_a_row_kept_the_answer(
         assert played.text == "two"
 
 
+@pytest.mark.parametrize(("la", "asked"), [("each_path", 1), ("winner", 1), ("unsettled", 0), ("never", 0)])
+def test_the_end_of_a_settled_chain(la: str, asked: int) -> None:
+    played = with_la("four", tree=chain(True, True, True), la=la, daas=False)
+    assert played.calls("LA") == asked
+    assert played.text == ("four" if asked else "two")
+
+
+@pytest.mark.parametrize("first", ["nowhere", A_BOX])
+def test_a_path_without_arbitration_does_not_keep_others_from_theirs(first: str) -> None:
+    # LA about path 1 gives no box, or the box that stands; about path 2, which wins, another one.
+    tree = {"1": Node(5, A_BOX, final=True), "2": Node(6, A_BOX, final=True)}
+    extra = {"LA 1": {"answer": first}, "LA 2": {"answer": B_BOX}}
+    played = play(scripted(tree, base=A_BOX, extra=extra), WHERE, tools=TWO_TOOLS, la="each_path")
+    assert set(played.prompts("CI end")) == {"2"}
+    assert played.text == B_BOX
+
+
 def test_the_faithful_profile_asks_la_for_each_path_and_ci_always() -> None:
     assert (FAITHFUL.la, FAITHFUL.arbitrate_equal) == ("each_path", True)
     assert (FAITHFUL.temperature, FAITHFUL.agent_temperature) == (0.7, 0.7)

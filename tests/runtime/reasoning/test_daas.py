@@ -184,6 +184,8 @@ def test_an_invalid_answer_at_depth_d_is_discarded() -> None:
     played = boxes({"1": Node(9, NOWHERE), "2": Node(5, A_BOX)}, depth=1)
     assert played.fates() == {"1": "discarded", "2": "depth"}
     assert played.text == A_BOX
+    assert played.answer is not None
+    assert played.answer.stats.pruned == 0
 
 
 def test_a_final_but_invalid_answer_goes_on_searching() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +99,16 @@ def test_what_counts_as_the_same_answer() -> None:
     assert not Value("car", ("car",)).same(Value("car, bus", ("car", "bus")), IOU)
     assert not Value("car", ("car",)).same(Value("car"), IOU)
     assert not Value("car").same(Value("car", ("car",)), IOU)
+    assert not box(0, 0, 1, 1).same(Value("x"), IOU)
+    assert not Value("x").same(box(0, 0, 1, 1), IOU)
+    # Half of the larger one: exactly at the threshold is enough.
+    assert box(0, 0, 1, 1).same(box(0, 0, 0.5, 1), 0.5)
+
+
+@pytest.mark.parametrize("state", [Belief(ONE), Draft(ONE), ONE], ids=lambda s: type(s).__name__)
+def test_no_branch_can_change_what_another_holds(state: object) -> None:
+    with pytest.raises(FrozenInstanceError):
+        state.text = state.answer = "other"  # type: ignore[attr-defined]
 
 
 def test_options_keep_the_order_of_the_question() -> None:
