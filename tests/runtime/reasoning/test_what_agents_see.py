@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hoverlens.runtime.errors import Cancelled, HoverlensError
 from hoverlens.runtime.mllm.base import ImageFeatures
 from hoverlens.runtime.reasoning.settings import MODES
 from hoverlens.runtime.tools.base import Feedback
 
+from .scripted import ScriptedBackend
 from .world import COUNT, NAMES, FakeTool, Node, Played, fake_tools, paths, play, scripted
 
 CROP = ImageFeatures("c" * 32, 4, 2, (8, 8))
@@ -162,6 +164,26 @@ def test_la_sees_the_whole_history_of_its_trace(played: Played) -> None:
         assert marks(prompt, "thought") == ancestors(path) | {path}
         assert marks(prompt, "feedback") == ancestors(path) | ({path} - {p for p in ends if full_tree(p).final})
         assert not marks(prompt, "evidence")
+
+
+def test_a_thinking_model_sees_what_la_would_see(played: Played) -> None:
+    thinker = ScriptedBackend(scripted(full_tree))
+    thought = play(scripted(full_tree), tools=tools(), depth=3, la="each_path", arbitrate_equal=True, thinker=thinker)
+    assert not thought.prompts("LA")
+    # Word for word what the other model would have been shown, which no sibling and no other agent is.
+    assert dict(thinker.prompts) == {f"LA {path}": prompt for path, prompt in played.prompts("LA").items()}
+    assert thought.answer is not None
+    assert played.answer is not None
+    assert thought.answer.comparable() == played.answer.comparable()
+    # Its prefix is read once, for all branches.
+    assert max(thinker.held.values()) == 1 + len(thinker.prompts)
+
+
+@pytest.mark.parametrize("error", [HoverlensError("no room"), Cancelled("stop")])
+def test_a_thinking_model_that_fails_leaves_no_state(error: HoverlensError) -> None:
+    thinker = ScriptedBackend({"LA 1.1": error})
+    failed = play(scripted(full_tree), tools=tools(), depth=3, la="each_path", thinker=thinker)
+    assert failed.error is error
 
 
 def test_the_last_ci_sees_las_summary_and_the_final_state() -> None:

@@ -19,6 +19,7 @@ from hoverlens.runtime.mllm.chat import ChatFormat
 from hoverlens.runtime.profiles import PROFILES
 from hoverlens.runtime.question import Question
 from hoverlens.runtime.reasoning import uavmas
+from hoverlens.runtime.reasoning.session import Thinker
 from hoverlens.runtime.reasoning.settings import Settings
 from hoverlens.runtime.tools.base import Feedback, Parameter, Perception, ToolRun
 from hoverlens.runtime.trace import Trace
@@ -174,11 +175,12 @@ def play(
     seed: int = 0,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     cancel: CancelToken | None = None,
+    thinker: ScriptedBackend | None = None,
     **settings: Any,
 ) -> Played:
     """Asks a question in a mode, with the profile's settings changed by ``settings``.
 
-    Whatever happens, no state may be left open.
+    Whatever happens, no state may be left open. ``thinker`` is the model that LA runs on.
     """
     backend = ScriptedBackend(script)
     given = fake_tools() if tools is None else tuple(tools)
@@ -200,10 +202,12 @@ def play(
                 on_step=on_step,
                 trace=trace,
                 cancel=cancel,
+                thinker=None if thinker is None else Thinker(thinker, CHAT),
             )
         except HoverlensError as e:
             error = e
     assert backend.open_states == 0
+    assert thinker is None or thinker.open_states == 0
     return Played(answer, error, backend, trace.events, given)
 
 
