@@ -6,6 +6,7 @@ fork from a node's history (arXiv 2608.11738, sections IV-A to IV-C).
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,7 +164,7 @@ def read_answer(
         if parsed.value is None:
             return None, None, [*parsed.repairs, parsed.reason or "no box"]
         return Value(parsed.value.text, box=parsed.value.box), None, list(parsed.repairs)
-    text = " ".join(slots.get("answer", "").split())
+    text = clean(slots.get("answer", ""))
     return (Value(text) if text else None), None, []
 
 
@@ -239,13 +240,13 @@ def select_tools(session: Session, settings: Settings, tools: Sequence[Tool]) ->
     ]
     found = []
     for tool, result in zip(tools, session.generate(requests), strict=True):
-        arguments = {p.name: result.slots[p.name] for p in tool.parameters if result.slots.get(p.name)}
+        given = {p.name: clean(result.slots.get(p.name, "")) for p in tool.parameters}
         found.append(
             Activation(
                 tool,
                 result.slots.get("use") == YES,
                 result.probabilities.get("use", 1.0),
-                arguments,
+                {name: text for name, text in given.items() if text},
                 clean(result.slots.get("tip", "")),
             )
         )
@@ -492,8 +493,18 @@ def pick(probabilities: Sequence[float], draw: Sampling) -> int:
 
 
 def clean(text: str) -> str:
-    """A slot's text on one line, without JSON's escapes."""
-    return " ".join(text.replace("\\n", " ").replace('\\"', '"').split())
+    """A slot's text on one line, without JSON's escapes and without control characters."""
+    text = text.replace("\\n", " ").replace('\\"', '"')
+    return " ".join(harmless(text).split())
+
+
+def harmless(text: str, keep: str = "") -> str:
+    """Text with spaces for control characters and for what makes a line read otherwise than it is written."""
+    return "".join(c if c in keep or not _is_control(c) else " " for c in text)
+
+
+def _is_control(c: str) -> bool:
+    return unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or "\u202a" <= c <= "\u202e" or "\u2066" <= c <= "\u2069"
 
 
 def dotted(path: tuple[int, ...]) -> str:

@@ -142,7 +142,7 @@ def _execute(
 
 def presentable(text: str) -> str:
     """Feedback for prompts: no control characters, and not so long that it crowds out the history."""
-    text = "".join(c if c.isprintable() or c == "\n" else " " for c in text).strip()
+    text = agents.harmless(text, keep="\n").strip()
     return text if len(text) <= MAX_FEEDBACK_CHARS else f"{text[:MAX_FEEDBACK_CHARS]} (cut)"
 
 
