@@ -214,9 +214,20 @@ class Context:
 
     Attributes:
         n_outputs: Most tokens of a pass whose logits may be wanted; more make llama.cpp end the process.
+
+    An ``observer`` (a ``ggml_backend_sched_eval_callback``) is shown the tensors of every pass.
     """
 
-    def __init__(self, model: Model, n_ctx: int, n_seq: int, n_batch: int, threads: int, flash_attention: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        n_ctx: int,
+        n_seq: int,
+        n_batch: int,
+        threads: int,
+        flash_attention: bool,
+        observer: Any = None,
+    ) -> None:
         lib, _ = libraries()
         self.model = model
         params = lib.llama_context_default_params()
@@ -244,6 +255,9 @@ class Context:
         self._abort = ctypes.cast(libc.strlen, lib.ggml_abort_callback)
         params.abort_callback = self._abort
         params.abort_callback_data = ctypes.cast(self._flag, ctypes.c_void_p)
+        self._observer = observer
+        if observer is not None:
+            params.cb_eval = observer
         self.ptr = lib.llama_init_from_model(model.ptr, params)
         if not self.ptr:
             raise HoverlensError(

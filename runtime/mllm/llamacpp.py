@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -130,6 +130,7 @@ class LlamaCppBackend(Backend):
         identity: Stands for the files in cache keys; by default a digest of their content.
         projector_of: Another variant of the same model whose projector and features this one uses; it must be
             closed after this one.
+        observer: A ``ggml_backend_sched_eval_callback`` that is shown the text model's tensors in every pass.
 
     Raises:
         BadInput: A file that is not there, is not what it should be, or does not fit the other.
@@ -143,7 +144,9 @@ class LlamaCppBackend(Backend):
         options: LlamaOptions | None = None,
         identity: str | None = None,
         projector_of: LlamaCppBackend | None = None,
+        observer: Any = None,
     ) -> None:
+        self._observer = observer
         self.options = options = options or LlamaOptions()
         for path in (mllm, mmproj):
             if path is not None and not Path(path).is_file():
@@ -194,6 +197,7 @@ class LlamaCppBackend(Backend):
                 min(options.n_batch, n_ctx),
                 threads,
                 options.flash_attention,
+                self._observer,
             )
             hold_interrupts.check()
         except BaseException:
