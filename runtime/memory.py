@@ -1,4 +1,13 @@
-"""The memory plan: what a bundle will take, worked out before anything is loaded."""
+"""The memory plan: what a bundle will take, worked out before anything is loaded.
+
+The plan is what resident memory comes to once the cache is full, every buffer was used and all models are loaded. It
+follows from the files' headers: llama.cpp reserves its buffers for the largest pass that the settings allow, and their
+sizes are known (``python -m hoverlens.benchmarks.memory --fill`` compares). A single question takes less: of the
+reserved buffers, pages that were never written take no memory.
+
+Not in the plan: where llama.cpp repacks quantised weights for the CPU, the file's own pages stay mapped beside the
+copies and show in the resident size, but the kernel takes them back whenever it needs them.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +18,24 @@ from pathlib import Path, PurePosixPath
 
 from .errors import HoverlensError
 from .gguf import Array, GGUFHeader, read_gguf_header
-from .mllm.llama_native import CONTEXT_UNIT
+from .mllm.llama_native import CONTEXT_UNIT, most_outputs
 
 MB = 1_000_000
+
+#: An image's tokens where neither bundle nor model sets a limit: llama.cpp's for the Qwen-VL family.
+LLAMA_IMAGE_TOKENS = 4096
+
+#: Encoded images that are kept: a photo that is asked about again, and what was zoomed in on.
+_IMAGES_KEPT = 8
+_MOST_KEPT = 256 * 1024 * 1024
+
+# Measured with CPython 3.11 on x86-64, with some to spare: Python, its libraries and a photo of 2.8 megapixels; ONNX
+# Runtime and OpenCV once they have run; a session's activations at 640 x 640.
+_RUNTIME = 150 * MB
+_PERCEPTION = 80 * MB
+_SESSION = 50 * MB
+# Of each token: llama.cpp's tables, and ours of spellings.
+_VOCABULARY_ENTRY = 700
 
 
 @dataclass(frozen=True)
@@ -21,11 +45,13 @@ class MemoryPlan:
     Attributes:
         weights: Text model and projector, as large as their files.
         kv: Keys and values of ``n_ctx`` tokens, 16-bit.
-        outputs: Logits of one forward pass over ``n_batch`` tokens.
-        activations: llama.cpp's compute buffers, estimated.
-        vision: The vision encoder's attention at the most image tokens, estimated.
-        perception: Detector and depth model, twice their files.
-        runtime: Python and its libraries.
+        outputs: Logits of one forward pass, and a copy to draw from.
+        activations: Buffers of a forward pass over ``n_batch`` tokens with the cache full.
+        vision: Buffers of the vision encoder for the largest image, and its output.
+        features: Encoded images that are kept for reuse.
+        perception: Detector and depth model: twice their files, and their activations.
+        vocabulary: The tokenizer's tables.
+        runtime: Python, its libraries and a photo.
     """
 
     weights: int
@@ -34,7 +60,9 @@ class MemoryPlan:
     activations: int
     vision: int
     perception: int
-    runtime: int = 200 * MB
+    runtime: int = _RUNTIME
+    features: int = 0
+    vocabulary: int = 0
 
     @property
     def total(self) -> int:
@@ -57,46 +85,92 @@ def plan_memory(
     n_batch: int,
     perception: tuple[Path | None, ...] = (),
     image_max_tokens: int | None = None,
+    n_sequences: int = 64,
 ) -> MemoryPlan:
     """Plans from the files' headers; no weights are read.
+
+    Args:
+        mllm: The text model.
+        mmproj: Its vision encoder, or None.
+        n_ctx: KV cells.
+        n_batch: Most tokens in a forward pass.
+        perception: Detector and depth model.
+        image_max_tokens: Most tokens of an image; None for the model's own limit.
+        n_sequences: Most branches in the cache at once.
 
     Raises:
         BadInput: A file is no GGUF.
     """
-    text = read_gguf_header(mllm)
-    n_ctx = min(n_ctx, _int(text, "{arch}.context_length", n_ctx))
+    text = _Text(read_gguf_header(mllm))
+    n_ctx = min(n_ctx, text.context or n_ctx)
+    n_batch = max(min(n_batch, n_ctx), n_sequences)
     n_ctx = -(-n_ctx // CONTEXT_UNIT) * CONTEXT_UNIT
-    layers = _int(text, "{arch}.block_count", 0)
-    width = _int(text, "{arch}.embedding_length", 0)
-    heads = _int(text, "{arch}.attention.head_count", 1)
-    kv_heads = _int(text, "{arch}.attention.head_count_kv", heads)
-    head = width // max(heads, 1)
-    key = _int(text, "{arch}.attention.key_length", head)
-    value = _int(text, "{arch}.attention.value_length", head)
-    inner = _int(text, "{arch}.feed_forward_length", 4 * width)
-    tokens = text.metadata.get("tokenizer.ggml.tokens")
-    vocab = tokens.length if isinstance(tokens, Array) else 0
-    kv = n_ctx * layers * kv_heads * (key + value) * 2
-    outputs = n_batch * vocab * 4
-    # The largest tensors alive at once: attention scores, and the two halves of the gated layer.
-    activations = n_batch * 4 * (heads * n_ctx + 3 * inner + 6 * width)
-    vision = 0
+    outputs = most_outputs(n_batch, n_sequences)
+    vision, features = 0, 0
     if mmproj is not None:
-        header = read_gguf_header(mmproj)
-        v_heads = _int(header, "clip.vision.attention.head_count", 1)
-        v_width = _int(header, "clip.vision.embedding_length", 0)
-        v_inner = _int(header, "clip.vision.feed_forward_length", 4 * v_width)
-        # Patches are merged 2 x 2 into one token.
-        patches = 4 * (image_max_tokens or 1024)
-        vision = patches * 4 * (v_heads * patches + 2 * v_inner + 6 * v_width)
+        image_tokens = image_max_tokens or LLAMA_IMAGE_TOKENS
+        image = image_tokens * text.input_width * 4
+        vision = _vision(read_gguf_header(mmproj), image_tokens, text.width) + image
+        features = min(_IMAGES_KEPT * image, max(_MOST_KEPT, image))
+    models = [p.stat().st_size for p in perception if p is not None]
     return MemoryPlan(
         weights=mllm.stat().st_size + (mmproj.stat().st_size if mmproj else 0),
-        kv=kv,
-        outputs=outputs,
-        activations=activations,
+        kv=n_ctx * text.layers * text.kv_heads * (text.key + text.value) * 2,
+        outputs=2 * outputs * text.vocabulary * 4,
+        activations=text.activations(n_ctx, n_batch, outputs),
         vision=vision,
-        perception=2 * sum(p.stat().st_size for p in perception if p is not None),
+        features=features,
+        perception=2 * sum(models) + _SESSION * len(models) + (_PERCEPTION if models else 0),
+        vocabulary=text.vocabulary * _VOCABULARY_ENTRY,
     )
+
+
+class _Text:
+    """What the text model's header says of its sizes."""
+
+    def __init__(self, header: GGUFHeader) -> None:
+        self.context = _int(header, "{arch}.context_length", 0)
+        self.layers = _int(header, "{arch}.block_count", 0)
+        self.width = _int(header, "{arch}.embedding_length", 0)
+        self.heads = _int(header, "{arch}.attention.head_count", 1)
+        self.kv_heads = _int(header, "{arch}.attention.head_count_kv", self.heads)
+        head = self.width // max(self.heads, 1)
+        self.key = _int(header, "{arch}.attention.key_length", head)
+        self.value = _int(header, "{arch}.attention.value_length", head)
+        self.inner = _int(header, "{arch}.feed_forward_length", 4 * self.width)
+        # Features of deeper layers of the vision encoder stand beside each embedding.
+        self.input_width = self.width * (1 + _int(header, "{arch}.n_deepstack_layers", 0))
+        tokens = header.metadata.get("tokenizer.ggml.tokens")
+        self.vocabulary = tokens.length if isinstance(tokens, Array) else 0
+
+    def activations(self, n_ctx: int, n_batch: int, outputs: int) -> int:
+        """Bytes of a forward pass's buffers.
+
+        Alive together, in floats of 4 bytes: for each token its input, hidden states, queries, keys and values, and
+        a row of the mask; and the largest of what comes one after the other: attention scores (flash attention is
+        off, so each token has a score for each head and cell), the gated layer, and the logits. Beside them, a
+        matrix product's right side in 16 bits: that of the scores is the largest.
+        """
+        token = self.input_width + 6 * self.width + 2 * self.heads * self.key
+        token += 2 * self.kv_heads * max(self.key, self.value)
+        scores = n_batch * self.heads * n_ctx
+        gated = n_batch * 3 * self.inner
+        alive = n_batch * (token + n_ctx) + max(scores, gated, outputs * self.vocabulary)
+        return 4 * alive + 2 * max(scores, n_batch * self.inner)
+
+
+def _vision(header: GGUFHeader, tokens: int, out: int) -> int:
+    """Bytes of the vision encoder's buffers, and of the image as pixels.
+
+    With flash attention, so all of it grows with the number of patches, not with its square.
+    """
+    width = _int(header, "clip.vision.embedding_length", 0)
+    inner = _int(header, "clip.vision.feed_forward_length", 4 * width)
+    patch = _int(header, "clip.vision.patch_size", 16)
+    patches = tokens * _int(header, "clip.vision.spatial_merge_size", 2) ** 2
+    floats = max(8 * width, 4 * width + 2 * inner) + out
+    pixels = 3 * patch**2
+    return patches * (4 * (floats + 2 * pixels) + 2 * inner)
 
 
 def _int(header: GGUFHeader, key: str, default: int) -> int:

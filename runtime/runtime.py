@@ -53,6 +53,7 @@ class Runtime:
         self.share = share
         self._lock = threading.RLock()
         self._closed = False
+        self._plan: MemoryPlan | None = None
         self._backend: LlamaCppBackend | None = None
         self._thinking: Thinker | None = None
         self._chat: ChatFormat | None = None
@@ -154,16 +155,22 @@ class Runtime:
             return self._open_depth().estimate(picture)
 
     def memory_plan(self) -> MemoryPlan:
-        """What this bundle takes in this profile, in bytes; nothing is loaded."""
-        b = self.bundle
-        return plan_memory(
-            b.need("mllm"),
-            b.file("mmproj"),
-            self.profile.n_ctx,
-            self.profile.n_batch,
-            (b.file("detector"), b.file("depth")),
-            self.bundle.manifest.image_max_tokens,
-        )
+        """What this bundle takes in this profile, in bytes; nothing is loaded.
+
+        A thinking model has a plan of its own, when a question first needs it.
+        """
+        if self._plan is None:
+            b, p = self.bundle, self.profile
+            self._plan = plan_memory(
+                b.need("mllm"),
+                b.file("mmproj"),
+                p.n_ctx,
+                p.n_batch,
+                (b.file("detector"), b.file("depth")),
+                b.manifest.image_max_tokens,
+                p.n_sequences,
+            )
+        return self._plan
 
     def _warnings(self) -> tuple[str, ...]:
         """What every answer of this bundle has to say."""
@@ -193,7 +200,7 @@ class Runtime:
             return None
         if self._thinking is None:
             p = self.profile
-            plan = plan_memory(path, None, p.n_ctx, p.n_batch)
+            plan = plan_memory(path, None, p.n_ctx, p.n_batch, n_sequences=p.n_sequences)
             check_plan(plan, available_bytes(), {"n_ctx": p.n_ctx, "n_batch": p.n_batch})
             self._thinking = Thinker(*self._open_mllm("mllm_thinking", projector_of=self._backend))
         return self._thinking
@@ -213,6 +220,7 @@ class Runtime:
                 threads=p.threads,
                 image_max_tokens=self.bundle.manifest.image_max_tokens,
                 share=self.share,
+                feature_cache_bytes=self.memory_plan().features,
             ),
             identity="|".join(e.sha256 for e in entries if e is not None),
             projector_of=projector_of,

@@ -88,9 +88,22 @@ def test_layers_may_differ_in_their_heads(tmp_path: Path) -> None:
 def test_weights_are_the_files(model: Path, projector: Path, tmp_path: Path) -> None:
     assert plan_memory(model, None, 256, 1).weights == 5000
     assert plan_memory(model, projector, 256, 1).weights == 8000
-    detector = tmp_path / "d.onnx"
-    detector.write_bytes(b"x" * 700)
-    assert plan_memory(model, None, 256, 1, (detector, None)).perception == 1400
+
+
+def test_perception_takes_its_files_twice_and_room_to_run(model: Path, tmp_path: Path) -> None:
+    def taken(*sizes: int | None) -> int:
+        files: list[Path | None] = []
+        for i, size in enumerate(sizes):
+            files.append(None if size is None else tmp_path / f"{i}.onnx")
+            if size is not None:
+                (tmp_path / f"{i}.onnx").write_bytes(b"x" * size)
+        return plan_memory(model, None, 256, 1, tuple(files)).perception
+
+    assert taken(None, None) == 0
+    one, two = taken(700, None), taken(700, 100)
+    assert one > 100_000_000  # ONNX Runtime itself
+    assert 0 < two - one < one
+    assert taken(900, None) - one == 400
 
 
 def test_more_of_anything_takes_more(model: Path, projector: Path) -> None:
@@ -99,6 +112,43 @@ def test_more_of_anything_takes_more(model: Path, projector: Path) -> None:
     assert plan_memory(model, projector, 1024, 256, image_max_tokens=256).total > base.total
     assert plan_memory(model, projector, 1024, 128, image_max_tokens=512).vision > base.vision > 0
     assert plan_memory(model, None, 1024, 128).vision == 0
+
+
+def test_logits_are_planned_for_one_token_of_each_sequence(model: Path) -> None:
+    """Not for a whole batch, which takes 311 MB with Qwen's vocabulary; three tokens here, each kept twice."""
+    assert plan_memory(model, None, 1024, 512).outputs == 64 * 3 * 4 * 2
+    assert plan_memory(model, None, 1024, 512, n_sequences=200).outputs == 200 * 3 * 4 * 2
+
+
+def test_each_token_of_a_pass_has_a_score_for_every_head_and_cell(model: Path) -> None:
+    short, long = (plan_memory(model, None, n_ctx, 512).activations for n_ctx in (2048, 4096))
+    # In 32 bits, once more in 16 as a matrix product's side, and a row of the mask.
+    assert long - short == 2048 * 512 * (16 * 6 + 4)
+
+
+def test_a_pass_has_a_token_for_each_sequence(model: Path) -> None:
+    assert plan_memory(model, None, 1024, 1, n_sequences=64) == plan_memory(model, None, 1024, 64, n_sequences=64)
+
+
+def test_without_a_limit_an_image_is_as_large_as_the_model_lets_it(model: Path, projector: Path) -> None:
+    assert plan_memory(model, projector, 256, 1) == plan_memory(model, projector, 256, 1, image_max_tokens=4096)
+
+
+def test_the_vision_encoder_grows_with_the_image_not_with_its_square(model: Path, projector: Path) -> None:
+    one, two, three = (plan_memory(model, projector, 256, 1, image_max_tokens=n).vision for n in (500, 1000, 1500))
+    assert three - two == two - one > 0
+
+
+def test_kept_images_have_a_limit(tmp_path: Path, projector: Path) -> None:
+    deep = gguf(tmp_path / "deep.gguf", {**MODEL, "qwen3vl.n_deepstack_layers": 3})
+
+    def kept(tokens: int) -> int:
+        return plan_memory(deep, projector, 256, 1, image_max_tokens=tokens).features
+
+    assert kept(100) == 8 * 100 * 4 * 2048 * 4
+    assert kept(4096) == 256 * 2**20
+    # One that is larger than that is in use all the same.
+    assert kept(16384) == 16384 * 4 * 2048 * 4
 
 
 def test_the_total_is_the_sum_of_its_parts(model: Path, projector: Path) -> None:
