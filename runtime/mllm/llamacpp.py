@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BadInput, HoverlensError
+from ..process import default_threads
 from .base import (
     Backend,
     CancelToken,
@@ -53,7 +54,7 @@ class LlamaOptions:
         n_ctx: KV cells for all branches together, rounded up to 256; one branch may take all of them.
         n_sequences: Most branches resident at once (llama.cpp's limit is 256).
         n_batch: Most tokens in one forward pass; at least ``n_sequences`` are taken.
-        threads: CPU threads; None means the CPUs this process may use.
+        threads: CPU threads; None means one for each core that this process may use.
         gpu_layers: Layers on the GPU; -1 means all, where the build has a GPU backend.
         flash_attention: Of the text model. Off by default: with a unified cache its results depend on what else is
             cached.
@@ -157,7 +158,7 @@ class LlamaCppBackend(Backend):
             value = getattr(options, name)
             if value is not None and value < 1:
                 raise BadInput(f"{name} is {value}; it must be 1 or more")
-        threads = options.threads or _default_threads()
+        threads = options.threads or default_threads()
         self._model: Model | None = None
         self._context: Context | None = None
         self._projector: Projector | None = None
@@ -611,19 +612,6 @@ class LlamaCppBackend(Backend):
 def whole_characters(data: bytes) -> str:
     """UTF-8 as text: what no character can have becomes U+FFFD, a last one that is cut short is left out."""
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
-
-
-def _default_threads() -> int:
-    """CPUs that this process may use, hyper-threads of one core counted once where Linux tells."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in cpus:
-        try:
-            folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-            cores.add((folder.joinpath("physical_package_id").read_text(), folder.joinpath("core_id").read_text()))
-        except OSError:
-            cores.add((str(cpu), str(cpu)))
-    return max(1, len(cores))
 
 
 def _identity(*paths: str | os.PathLike[str] | None) -> str:
