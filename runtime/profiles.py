@@ -21,7 +21,7 @@ class Profile:
         n_ctx: KV cells for all branches together.
         n_sequences: Most branches in the cache at once.
         n_batch: Most tokens in a forward pass.
-        threads: CPU threads; None means all cores that the process may use.
+        threads: CPU threads; None means one for each core that the process may use.
         temperature: Sampling temperature of free text; 0 is greedy.
         max_tokens: Most new tokens of one MLLM call.
         box_tokens: Most new tokens of a box.
