@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,8 @@ from ..runtime.bundle import Bundle, find_bundle
 from ..runtime.errors import HoverlensError
 from ..runtime.files import write_json
 from ..runtime.frame import Frame
+from ..runtime.mllm.base import CancelToken, Choice, ChooseRequest
+from ..runtime.mllm.llamacpp import LlamaCppBackend
 from ..runtime.mllm.sampling import Sampler
 from ..runtime.profiles import PROFILES, Profile
 from ..runtime.reasoning.settings import ONBOARD
@@ -56,25 +58,39 @@ SMALL: Profile = replace(
 
 
 class Draws:
-    """Every sampler's draws: seed to [(token, margin)]. An agent's call has a seed of its own."""
+    """Every decision in the order in which its call began: key to [(token or option, margin)].
+
+    The key of a sampler is its seed, which each agent's call has for itself; of a choice, its label and number.
+    """
 
     def __init__(self) -> None:
-        self.by_seed: dict[int, list[tuple[int, float]]] = {}
+        self.by_seed: dict[int | str, list[tuple[int, float]]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        draw = Sampler.draw
+        draw, choose = Sampler.draw, LlamaCppBackend.choose
 
         def recorded(sampler: Sampler, logits: NDArray[np.float32]) -> int:
             token = draw(sampler, logits)
             self.by_seed.setdefault(sampler._s.seed, []).append((token, _margin(sampler, logits, token)))
             return token
 
+        def chosen(
+            backend: LlamaCppBackend, requests: Sequence[ChooseRequest], cancel: CancelToken | None = None
+        ) -> list[Choice]:
+            choices = choose(backend, requests, cancel)
+            for request, choice in zip(requests, choices, strict=True):
+                key = f"{request.label} {len(self.by_seed)}"
+                self.by_seed[key] = [(choice.index, choice.logits_gap)]
+            return choices
+
         Sampler.draw = recorded  # type: ignore[method-assign]
+        LlamaCppBackend.choose = chosen  # type: ignore[method-assign]
         try:
             yield
         finally:
             Sampler.draw = draw  # type: ignore[method-assign]
+            LlamaCppBackend.choose = choose  # type: ignore[method-assign]
 
 
 def _margin(sampler: Sampler, logits: NDArray[np.float32], token: int) -> float:
@@ -131,7 +147,7 @@ def bench_agreement(bundle: Bundle, questions: int = 30, profile: Profile = SMAL
     }
 
 
-def _tokens(draws: Draws, seed: int) -> list[int]:
+def _tokens(draws: Draws, seed: int | str) -> list[int]:
     return [token for token, _ in draws.by_seed[seed]]
 
 
