@@ -146,9 +146,17 @@ class NoSequence(HoverlensError):
     """Every sequence or cell is pinned: what is asked for at once does not fit."""
 
 
+@dataclass(eq=False)
+class _Copy:
+    """The cells of one evaluation of a node, and how many sequences share them."""
+
+    sharers: int = 0
+
+
 @dataclass
 class _Slot:
     tip: Node | None = None
+    copies: dict[int, _Copy] = field(default_factory=dict)  # by id of the nodes on the path to the tip
     used: int = 0
     pins: int = 0
     owner: Any = None
@@ -161,12 +169,12 @@ class SequencePool:
     A sequence is *pinned* while a request decodes in it, *retained* while a state owns it, else free.
     Retained sequences may be evicted: their owner's content is evaluated again when it is needed.
 
-    Cells of one node count once. Where two sequences evaluated the same content side by side there are two
-    copies, so the count may be short; a backend must cope with a cache that is full sooner.
+    Cells that one sequence got from another count once; what two sequences evaluated side by side counts twice,
+    also where the content is equal.
 
     Attributes:
         n_sequences: Slots of the backend.
-        n_cells: Tokens that all sequences may hold together; shared cells count once.
+        n_cells: Tokens that all sequences may hold together.
         drop: Called with a sequence id when its cells are to be freed.
         extra_cells: Cells behind the content of the sequences: parts of nodes, and tokens being decoded.
     """
@@ -179,7 +187,7 @@ class SequencePool:
     peak_cells: int = 0
     _slots: list[_Slot] = field(default_factory=list)
     _clock: int = 0
-    _shared_cells: int = 0
+    _path_cells: int = 0
 
     def __post_init__(self) -> None:
         self._slots = [_Slot() for _ in range(self.n_sequences)]
@@ -261,37 +269,53 @@ class SequencePool:
     def tip(self, seq: int) -> Node | None:
         return self._slots[seq].tip
 
-    def move(self, seq: int, tip: Node | None) -> None:
-        """Says that the sequence now holds exactly the path to ``tip`` (None: nothing)."""
-        old = self._slots[seq].tip
-        old_path = {id(n): n for n in old.path()} if old is not None else {}
+    def move(self, seq: int, tip: Node | None, source: int | None = None) -> None:
+        """Says that the sequence now holds exactly the path to ``tip`` (None: nothing).
+
+        Args:
+            seq: Which.
+            tip: Where it ends now.
+            source: The sequence whose cells it shares from now on, where it does not have its own; None: it
+                evaluated what is new.
+        """
+        slot = self._slots[seq]
+        old_path = {id(n): n for n in slot.tip.path()} if slot.tip is not None else {}
         new_path = {id(n): n for n in tip.path()} if tip is not None else {}
         for key, node in old_path.items():
             if key not in new_path:
                 node.holders.discard(seq)
-                if not node.holders:
-                    self._shared_cells -= node.item.n_tokens  # type: ignore[union-attr]
+                copy = slot.copies.pop(key)
+                copy.sharers -= 1
+                if not copy.sharers:
+                    self._path_cells -= node.item.n_tokens  # type: ignore[union-attr]
         for key, node in new_path.items():
             if key not in old_path:
-                if not node.holders:
-                    self._shared_cells += node.item.n_tokens  # type: ignore[union-attr]
+                copy = slot.copies[key] = self._slots[source].copies[key] if source is not None else _Copy()
+                if not copy.sharers:
+                    self._path_cells += node.item.n_tokens  # type: ignore[union-attr]
+                copy.sharers += 1
                 node.holders.add(seq)
-        self._slots[seq].tip = tip
+        slot.tip = tip
         self._clock += 1
-        self._slots[seq].used = self._clock
+        slot.used = self._clock
         self.peak_cells = max(self.peak_cells, self.cells)
 
     @property
     def cells(self) -> int:
-        """KV cells in use: resident nodes once each, plus the tokens of running requests."""
-        return self._shared_cells + self.extra_cells
+        """KV cells in use: what the sequences hold, and the tokens of running requests behind it."""
+        return self._path_cells + self.extra_cells
+
+    def room(self, n: int, spare: Container[Any] = ()) -> int:
+        """Cells to be had, at most n; evicts for them, but not from an owner in ``spare``."""
+        while self.cells + n > self.n_cells and self.evict(spare):
+            pass
+        return max(0, min(n, self.n_cells - self.cells))
 
     def reserve(self, n: int, spare: Container[Any] = ()) -> None:
-        """Makes room for n more cells by evicting, but not from an owner in ``spare``.
+        """Makes room for n more cells as :meth:`room` does.
 
         Raises:
-            NoSequence: Not enough can be evicted.
+            NoSequence: There is not enough.
         """
-        while self.cells + n > self.n_cells:
-            if not self.evict(spare):
-                raise NoSequence(f"{self.cells + n} tokens at once do not fit a KV cache of {self.n_cells}")
+        if self.room(n, spare) < n:
+            raise NoSequence(f"{self.cells + n} tokens at once do not fit a KV cache of {self.n_cells}")

@@ -7,7 +7,8 @@ others wait and fork from it.
 
 Room runs out in two ways. Without a free sequence a job waits for another to end. Without free cells the
 branches that nobody here needs are dropped first, then the newest job goes back into the queue, and only a
-job that runs alone may drop the states that others of the call start from.
+job that runs alone may drop the states that others of the call start from. A job starts only where there is room for
+what is known of its end, so that few are put back.
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ class Job:
     logprob: float = 0.0
     logprobs: list[float] = field(default_factory=list)
     collected: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+
+    def left(self) -> int:
+        """Tokens that its sequence still has to take, as far as they are known."""
+        prompt = sum(node.item.n_tokens for node in self.missing if node.item) - self.offset
+        return prompt + max(1, len(self.feed) - self.fed, len(self.option or ()) - 1 - self.fed)
 
     def scores_at(self, position: int) -> bool:
         """Whether a scored run needs the logits after its first ``position`` tokens."""
@@ -182,13 +188,22 @@ class Schedule:
                 waiting.append(job)
                 continue
             if not self._scored_at_tip(job):
-                if not self._fork(job):
+                if not self._fits(job) or not self._fork(job):
                     waiting.append(job)
                     break
                 if not job.started:
                     at_work.add(id(job.tip))
             self._active.append(job)
         self._pending.extendleft(reversed(waiting))
+
+    def _fits(self, job: Job) -> bool:
+        """Whether a job can run to its end, as far as that is known, without another's being put back for it."""
+        if not self._active:
+            return True
+        held = next((n.end_tokens for n in job.tip.up() if n.holders), 0)
+        need = job.tip.end_tokens - held + max(len(job.option or ()) - 1, len(job.feed) + 1)
+        need += sum(other.left() for other in self._active if not other.finish)
+        return self._pool.room(need, self._spare) >= need
 
     def _scored_at_tip(self, job: Job) -> bool:
         """A run of one token needs no sequence once the logits after the prompt are known."""
@@ -238,7 +253,7 @@ class Schedule:
                 job.offset, job.missing = node.item.n_tokens - 1, deque([tip])
                 end, held = end - 1, node.parent
             self._context.copy_sequence(donor, seq, end)
-            self._pool.move(seq, held if held.item is not None else None)
+            self._pool.move(seq, held if held.item is not None else None, source=donor)
             self._pool.extra_cells += job.offset
         if not job.missing and not job.started:
             self._prompt_done(job)
@@ -316,7 +331,7 @@ class Schedule:
                 job.prefilled = 0
             free(self._engine, job)
             self._active.remove(job)
-            self._pending.append(job)
+            self._pending.appendleft(job)
             self._counters.evictions += 1
             self._full = True
             return
@@ -343,13 +358,19 @@ class Schedule:
         sequences: list[int] = []
         wanted: list[bool] = []
         plan: list[tuple[Job, int, int, int]] = []  # job, first batch index, prompt tokens, fed tokens
-        for job in [j for j in self._active if not j.finish]:
+        running = [j for j in self._active if not j.finish]
+        if not running:
+            return
+        room = self._pool.room(min(self._context.n_batch, sum(j.left() for j in running)), self._spare)
+        if not room:
+            self._make_room(1)
+            return
+        for job in running:
             first = len(tokens)
-            room = self._context.n_batch - first
             if job.missing:
-                run, start, output = self._prompt_tokens(job, room)
+                run, start, output = self._prompt_tokens(job, room - first)
             else:
-                run, start, output = self._fed_tokens(job, room)
+                run, start, output = self._fed_tokens(job, room - first)
             run, output = _within(run, output, self._context.n_outputs - sum(wanted))
             if run:
                 assert job.seq is not None
@@ -361,11 +382,7 @@ class Schedule:
         if not tokens:
             return
         start_s = time.perf_counter()
-        try:
-            self._pool.reserve(len(tokens), self._spare)
-            status = self._context.decode(tokens, positions, sequences, wanted, self._cancel)
-        except NoSequence:
-            status = DECODE_NO_SLOT
+        status = self._context.decode(tokens, positions, sequences, wanted, self._cancel)
         elapsed = time.perf_counter() - start_s
         if status == DECODE_NO_SLOT:
             self._make_room(len(tokens))

@@ -115,6 +115,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = SequencePool(n, cells, self.dropped.append)
         self.n = n
         self.held: dict[int, tuple[int, ...]] = {}
+        self.copies: dict[int, dict[tuple[int, ...], object]] = {}
         self.pins: dict[int, int] = {}
         self.owners: dict[int, Owner] = {}
         self.order: list[int] = []  # least recently used first
@@ -136,6 +137,7 @@ class PoolMachine(RuleBasedStateMachine):
         if owner is not None:
             assert owner.lost == 1
         self.held.pop(seq, None)
+        self.copies.pop(seq, None)
         self.pins.pop(seq, None)
 
     @rule(data=st.data())
@@ -156,13 +158,27 @@ class PoolMachine(RuleBasedStateMachine):
         self.pins[seq] = 1
         self.used(seq)
 
-    @precondition(lambda self: any(self.pins.values()))
-    @rule(data=st.data(), path=PATHS)
-    def move(self, data: st.DataObject, path: tuple[int, ...]) -> None:
-        seq = data.draw(st.sampled_from([s for s, n in self.pins.items() if n]))
-        self.pool.move(seq, walk(self.tree, path) if path else None)
+    def hold(self, seq: int, path: tuple[int, ...], source: int | None) -> None:
+        self.pool.move(seq, walk(self.tree, path) if path else None, source)
+        own, others = self.copies.get(seq, {}), self.copies.get(source, {}) if source is not None else {}
+        prefixes = [path[:i] for i in range(1, len(path) + 1)]
+        self.copies[seq] = {p: own[p] if p in own else others.get(p, object()) for p in prefixes}
         self.held[seq] = path
         self.used(seq)
+
+    @precondition(lambda self: any(self.pins.values()))
+    @rule(data=st.data(), path=PATHS)
+    def evaluate(self, data: st.DataObject, path: tuple[int, ...]) -> None:
+        seq = data.draw(st.sampled_from([s for s, n in self.pins.items() if n]))
+        self.hold(seq, path, None)
+
+    @precondition(lambda self: any(self.pins.values()) and len(self.held) > 1)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from([s for s, n in self.pins.items() if n]))
+        donor = data.draw(st.sampled_from(sorted(self.held)))
+        path = self.held[donor]
+        self.hold(seq, path[: data.draw(st.integers(0, len(path)))], donor)
 
     @precondition(lambda self: 1 in self.pins.values())
     @rule(data=st.data())
@@ -211,6 +227,22 @@ class PoolMachine(RuleBasedStateMachine):
             self.used(seq)
 
     @rule(n=st.integers(0, 40), data=st.data())
+    def room(self, n: int, data: st.DataObject) -> None:
+        spare = self.spared(data)
+        evictable = self.evictable(spare)
+        before = len(self.dropped)
+        found = self.pool.room(n, spare)
+        assert 0 <= found <= n
+        gone = self.dropped[before:]
+        assert gone == evictable[: len(gone)]
+        if found < n:
+            assert gone == evictable
+            assert found == max(0, self.pool.n_cells - self.pool.cells)
+        for seq in gone:
+            self.forget(seq)
+            self.used(seq)
+
+    @rule(n=st.integers(0, 40), data=st.data())
     def reserve(self, n: int, data: st.DataObject) -> None:
         spare = self.spared(data)
         evictable = self.evictable(spare)
@@ -230,8 +262,8 @@ class PoolMachine(RuleBasedStateMachine):
     def counts_agree_with_a_recount(self) -> None:
         if not hasattr(self, "pool"):
             return
-        prefixes = {path[:i] for path in self.held.values() for i in range(1, len(path) + 1)}
-        assert self.pool.cells == sum(ITEMS[p[-1]].n_tokens for p in prefixes)
+        distinct = {id(copy): path for copies in self.copies.values() for path, copy in copies.items()}
+        assert self.pool.cells == sum(ITEMS[path[-1]].n_tokens for path in distinct.values())
         for seq in range(self.n):
             path = self.held.get(seq, ())
             tip = self.pool.tip(seq)

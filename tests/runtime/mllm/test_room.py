@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from hoverlens.runtime.mllm.base import (
     State,
     Text,
 )
+from hoverlens.runtime.mllm.llama_native import Context, Projector
 from hoverlens.runtime.mllm.llamacpp import LlamaCppBackend, LlamaState
 
 Pictures = Sequence[NDArray[np.uint8]]
@@ -29,6 +30,24 @@ Prompt = Callable[..., list[Part]]
 MakeBackend = Callable[..., LlamaCppBackend]
 
 pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The pool's count is exact: llama.cpp never finds the cache fuller than we think."""
+    statuses: set[int] = set()
+    for owner, name in ((Context, "decode"), (Projector, "decode_chunk")):
+        plain = getattr(owner, name)
+
+        def seen(*arguments: Any, plain: Any = plain) -> int:
+            status = plain(*arguments)
+            statuses.add(status)
+            return int(status)
+
+        monkeypatch.setattr(owner, name, seen)
+    yield
+    assert statuses <= {0}
+
 
 OPTIONS = ("yes", "no", "a red car", "1", "12")
 
@@ -224,10 +243,10 @@ def test_states_that_do_not_fit_together_are_evaluated_again(
     assert compared > 0.7 * sum(len(r.tokens) for r in found)
 
 
-def test_the_same_crop_in_many_suffixes_may_fill_the_cache_unseen(
+def test_the_same_crop_in_many_suffixes_is_counted_as_often_as_it_is_there(
     backend: LlamaCppBackend, make_backend: MakeBackend, pictures: Pictures, prompt: Prompt, ending: Text
 ) -> None:
-    """Evaluated side by side, equal content takes cells of its own: the cache is full before the count says so."""
+    """Evaluated side by side, equal content takes cells of its own; later requests share one of them."""
     results = []
     for b in (backend, make_backend(n_ctx=256, n_batch=16, n_sequences=16)):
         crop = b.encode(pictures[1])
@@ -239,7 +258,8 @@ def test_the_same_crop_in_many_suffixes_may_fill_the_cache_unseen(
             before = b.counters.copy()
             results.append(b.generate(asked))
             used = b.counters - before
-    assert used.evictions > 0
+    assert used.recomputed_tokens >= crop.n_tokens
+    assert used.prefill_tokens < sum(b.count_tokens(r.suffix) for r in asked)
     assert_same(results[1], results[0])
 
 
