@@ -165,6 +165,18 @@ def test_running_requests_that_do_not_fit_together_take_turns(
     assert_same(results[1], results[0])
 
 
+def test_where_the_end_is_known_nothing_is_put_back(make_backend: MakeBackend, prompt: Prompt, ending: Text) -> None:
+    """Twenty choices of some 45 tokens beside a state of 100: they start as others end."""
+    backend = make_backend(n_ctx=256)
+    with backend.prefix(prompt(None, "\nQuestion:" + " a" * 80)) as state:
+        asked = [ChooseRequest(state, OPTIONS, (Text(f" {i}" + " b" * 30), ending)) for i in range(20)]
+        before = backend.counters.copy()
+        backend.choose(asked)
+        used = backend.counters - before
+        assert used.evictions == used.recomputed_tokens == 0
+        assert used.prefill_tokens == sum(backend.count_tokens(r.suffix) for r in asked)
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_small_cache_gives_the_answers_of_a_large_one(
