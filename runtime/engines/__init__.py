@@ -1,4 +1,4 @@
-"""Engines that run compiled models: ONNX Runtime."""
+"""Engines that run compiled models: ONNX Runtime and TensorRT."""
 
 from __future__ import annotations
 

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from ..errors import BadInput
 
+ENGINE_SUFFIXES = (".engine", ".plan")
+TENSORRT_NAMES = {"tensorrt", "trt", "tensorrtexecutionprovider"}
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -118,5 +121,13 @@ def open_engine(
         from .onnx import OnnxEngine
 
         return OnnxEngine(file, providers=providers, threads=threads)
+    if suffix in ENGINE_SUFFIXES:
+        if providers is not None and not {p.lower() for p in providers} & TENSORRT_NAMES:
+            raise BadInput(
+                f"{file} is a TensorRT engine, asked for {', '.join(providers)}; open the ONNX model instead"
+            )
+        from .tensorrt import TensorRtEngine
+
+        return TensorRtEngine(file)
     found = f"suffix {suffix}" if suffix else "no suffix"
-    raise BadInput(f"cannot open {file} as a model: {found}, needed .onnx; export it to ONNX first")
+    raise BadInput(f"cannot open {file} as a model: {found}, needed .onnx, .engine or .plan; export it to ONNX first")

@@ -90,7 +90,7 @@ def test_missing_external_weights_are_named(tmp_path: Path) -> None:
         open_engine(path)
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.engine", "model", "model.txt"])
+@pytest.mark.parametrize("name", ["model.pt", "model.tflite", "model", "model.txt"])
 def test_other_formats_are_refused_with_what_is_read(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(BadInput, match=r"needed \.onnx"):
