@@ -85,7 +85,7 @@ class Draws:
             return choices
 
         Sampler.draw = recorded  # type: ignore[method-assign]
-        LlamaCppBackend.choose = chosen  # type: ignore[method-assign]
+        LlamaCppBackend.choose = chosen  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
