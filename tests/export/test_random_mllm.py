@@ -25,6 +25,7 @@ from hoverlens.runtime.bundle import Bundle, verify_bundle
 from hoverlens.runtime.errors import BadInput
 from hoverlens.runtime.gguf import read_gguf_header
 from hoverlens.runtime.mllm.files import check_pair
+from hoverlens.runtime.mllm.llama_native import libraries
 
 PROMPT = "<|im_start|>user\n{image}How many cars are there?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -158,13 +159,9 @@ class Llama:
     """The shortest way from an image and a prompt to logits in llama.cpp."""
 
     def __init__(self, bundle: Bundle) -> None:
-        import llama_cpp
-        import llama_cpp.mtmd_cpp as mtmd
-
+        # Log callbacks are the process's own: one that ends with a test is called by whoever comes after it.
+        llama_cpp, mtmd = libraries()
         self.c, self.m = llama_cpp, mtmd
-        self.quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self.quiet, None)
-        mtmd.mtmd_helper_log_set(self.quiet, None)
         model_file, projector = os.fsencode(bundle.need("mllm")), os.fsencode(bundle.need("mmproj"))
         self.model = llama_cpp.llama_model_load_from_file(model_file, llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
