@@ -25,14 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..runtime.bundle import Bundle, find_bundle
 from ..runtime.errors import BadInput, HoverlensError
 from ..runtime.files import write_json
+from ..runtime.frame import Frame
 from ..runtime.mllm.base import Text
 from ..runtime.process import peak_rss_bytes, rss_bytes
 from ..runtime.profiles import PROFILES, Profile, profile_named
+from ..runtime.runtime import as_frame
 from .demo import OPTIONS, QUESTION, draw_car_park
 
 #: What llama.cpp says of its buffers, by the plan's names for them.
@@ -59,6 +60,8 @@ class Case:
         threads: CPU threads; one for comparable times.
         image: A photo; None draws one that is larger than any limit.
         mode: How to reason.
+        depth: Most steps of a path, in a mode that searches.
+        width: Most children of a node.
         fill: Fill the cache afterwards.
     """
 
@@ -70,15 +73,22 @@ class Case:
     threads: int | None = 1
     image: str | None = None
     mode: str = "direct"
+    depth: int | None = None
+    width: int | None = None
     fill: bool = False
 
     def settings(self) -> Profile:
         """The profile with this case's changes."""
-        changes: dict[str, Any] = {"threads": self.threads}
-        for name in ("n_ctx", "n_batch"):
-            if (value := getattr(self, name)) is not None:
-                changes[name] = value
-        return replace(profile_named(self.profile), **changes)
+        profile = profile_named(self.profile)
+        return replace(
+            profile,
+            threads=self.threads,
+            reasoner=replace(profile.reasoner, **self._given("depth", "width")),
+            **self._given("n_ctx", "n_batch"),
+        )
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def opened(self) -> Bundle:
         """The bundle, with this case's limit on an image's tokens."""
@@ -128,15 +138,16 @@ def measure(case: Case) -> dict[str, Any]:
         with _timed("load", seconds, cpu):
             backend = runtime.backend()
         rss["loaded"] = rss_bytes()
+        photo = as_frame(case.image) if case.image is not None else _drawn()
         with _timed("question", seconds, cpu):
-            answer = runtime.ask(_photo(case.image), QUESTION, OPTIONS, mode=case.mode)
+            answer = runtime.ask(photo, QUESTION, OPTIONS, mode=case.mode)
         seconds |= answer.stages_s
         rss["asked"] = rss_bytes()
         peak_of_question = peak_rss_bytes()
         if runtime.bundle.file("detector"):
-            runtime.detect(_photo(case.image))
+            runtime.detect(photo)
         if runtime.bundle.file("depth"):
-            runtime.depth(_photo(case.image))
+            runtime.depth(photo)
         rss["perceived"] = rss_bytes()
         if case.fill:
             with _timed("fill", seconds, cpu):
@@ -172,9 +183,9 @@ def _timed(name: str, seconds: dict[str, float], cpu: dict[str, float]) -> Itera
     cpu[name] = time.process_time() - cpu_start
 
 
-def _photo(path: str | None) -> str | NDArray[np.uint8]:
+def _drawn() -> Frame:
     # Twice the drawn size: the limit on an image's tokens, not the photo, decides how many it takes.
-    return path if path is not None else np.ascontiguousarray(draw_car_park(0).repeat(2, 0).repeat(2, 1))
+    return as_frame(np.ascontiguousarray(draw_car_park(0).repeat(2, 0).repeat(2, 1)))
 
 
 def _anonymous_bytes() -> int:
@@ -287,6 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
     parser.add_argument("--image", metavar="FILE", help="a photo (default: a drawn one)")
     parser.add_argument("--mode", default="direct", help="how to reason (default: direct)")
+    parser.add_argument("--depth", type=int, metavar="N", help="most steps of a path, in a mode that searches")
+    parser.add_argument("--width", type=int, metavar="N", help="most children of a node")
     parser.add_argument("--fill", action="store_true", help="also fill the cache: the most that can be taken")
     parser.add_argument("--json", metavar="FILE", help="write the result; - prints it")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
