@@ -64,7 +64,7 @@ def test_the_kind_follows_from_the_options() -> None:
     assert Question.make("what?", ["a", "b"]) == Question("what?", ("a", "b"), "option")
     assert Question.make("what?", [], "box").kind == "box"
     assert Question.make("which?", ("a",), "options").options == ("a",)
-    assert Question.make("which?", (o for o in "ab"), "options").options == ("a", "b")
+    assert Question.make("which?", (o for o in "ab"), "options").options == ("a", "b")  # type: ignore[arg-type]
 
 
 def test_text_is_stripped_and_line_ends_are_one_kind() -> None:

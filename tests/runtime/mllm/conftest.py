@@ -35,15 +35,16 @@ def assert_nothing_held(backend: LlamaCppBackend) -> None:
 
 @pytest.fixture(scope="session")
 def _one_backend(tiny_bundle: Bundle) -> Iterator[LlamaCppBackend]:
-    with LlamaCppBackend(*files(tiny_bundle), LlamaOptions(**DEFAULTS), identity="tiny") as backend:
-        yield backend
+    backend = LlamaCppBackend(*files(tiny_bundle), LlamaOptions(**DEFAULTS), identity="tiny")
+    yield backend
+    backend.close()
 
 
 @pytest.fixture(scope="session")
 def _one_naive(tiny_bundle: Bundle) -> Iterator[LlamaCppBackend]:
-    options = LlamaOptions(**DEFAULTS, share=False)
-    with LlamaCppBackend(*files(tiny_bundle), options, identity="tiny") as backend:
-        yield backend
+    backend = LlamaCppBackend(*files(tiny_bundle), LlamaOptions(**DEFAULTS, share=False), identity="tiny")
+    yield backend
+    backend.close()
 
 
 @pytest.fixture

@@ -100,8 +100,7 @@ def test_a_tree_score_is_the_probability_among_the_options(
 
 
 def test_options_of_one_token_need_no_pass_of_their_own(backend: LlamaCppBackend, opened: State, ending: Text) -> None:
-    options = ("yes", "no", "a", "b", "7")
-    options = tuple(o for o in options if len(backend.model.tokenize(o, special=False)) == 1)
+    options = tuple(o for o in ("yes", "no", "a", "b", "7") if len(backend.model.tokenize(o, special=False)) == 1)
     assert len(options) >= 3
     for scoring in ("mean", "tree"):
         before = backend.counters.copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from hoverlens.runtime.errors import BadInput, HoverlensError
-from hoverlens.runtime.mllm.base import ChooseRequest, GenerateRequest, Part, Sampling, State, Text
+from hoverlens.runtime.mllm.base import Backend, ChooseRequest, GenerateRequest, Part, Sampling, State, Text
 from hoverlens.runtime.mllm.llamacpp import LlamaCppBackend, whole_characters
 
 Pictures = Sequence[NDArray[np.uint8]]
@@ -42,7 +43,7 @@ def special(backend: LlamaCppBackend, text: str) -> int:
     return token
 
 
-def one(backend: LlamaCppBackend, state: State, **request: Any) -> Any:
+def one(backend: Backend, state: State, **request: Any) -> Any:
     return backend.generate([GenerateRequest(state, **request)])[0]
 
 
@@ -290,7 +291,7 @@ def test_features_that_are_no_numbers_are_an_error(backend: LlamaCppBackend, mon
 
     _, mtmd = llama_native.libraries()
     broken = np.full(1 << 20, np.inf, np.float32)
-    monkeypatch.setattr(mtmd, "mtmd_get_output_embd", lambda _: broken.ctypes.data_as(llama_native.ctypes.c_void_p))
+    monkeypatch.setattr(mtmd, "mtmd_get_output_embd", lambda _: ctypes.c_void_p(broken.ctypes.data))
     kept = len(backend._features)
     with pytest.raises(HoverlensError, match="no numbers"):
         backend.encode(np.full((64, 64, 3), 77, np.uint8))
