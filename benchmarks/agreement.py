@@ -84,7 +84,7 @@ class Draws:
                 self.by_seed[key] = [(choice.index, choice.logits_gap)]
             return choices
 
-        Sampler.draw = recorded  # type: ignore[method-assign]
+        Sampler.draw = recorded  # type: ignore[method-assign, assignment]
         LlamaCppBackend.choose = chosen  # type: ignore[method-assign, assignment]
         try:
             yield
