@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from .errors import HoverlensError
+from .errors import BadInput, HoverlensError
 from .gguf import Array, GGUFHeader, read_gguf_header
 from .mllm.llama_native import CONTEXT_UNIT, most_outputs
 
@@ -115,7 +115,7 @@ def plan_memory(
     models = [p.stat().st_size for p in perception if p is not None]
     return MemoryPlan(
         weights=mllm.stat().st_size + (mmproj.stat().st_size if mmproj else 0),
-        kv=n_ctx * text.layers * text.kv_heads * (text.key + text.value) * 2,
+        kv=n_ctx * text.cell,
         outputs=2 * outputs * text.vocabulary * 4,
         activations=text.activations(n_ctx, n_batch, outputs),
         vision=vision,
@@ -123,6 +123,22 @@ def plan_memory(
         perception=2 * sum(models) + _SESSION * len(models) + (_PERCEPTION if models else 0),
         vocabulary=text.vocabulary * _VOCABULARY_ENTRY,
     )
+
+
+def cells_within(mllm: Path, budget: int, n_ctx: int) -> int:
+    """KV cells that fit a budget of bytes, at most ``n_ctx``.
+
+    Raises:
+        BadInput: The file is no GGUF, or not even the least context fits.
+    """
+    cell = _Text(read_gguf_header(mllm)).cell
+    cells = n_ctx if cell == 0 else min(n_ctx, budget // cell // CONTEXT_UNIT * CONTEXT_UNIT)
+    if cells < CONTEXT_UNIT:
+        raise BadInput(
+            f"a KV budget of {budget / MB:g} MB holds {budget // max(cell, 1)} tokens of this model; "
+            f"give {CONTEXT_UNIT * cell / MB:.1f} MB or more"
+        )
+    return cells
 
 
 class _Text:
@@ -142,6 +158,11 @@ class _Text:
         self.input_width = self.width * (1 + _int(header, "{arch}.n_deepstack_layers", 0))
         tokens = header.metadata.get("tokenizer.ggml.tokens")
         self.vocabulary = tokens.length if isinstance(tokens, Array) else 0
+
+    @property
+    def cell(self) -> int:
+        """Bytes of the keys and values of one token, 16-bit."""
+        return self.layers * self.kv_heads * (self.key + self.value) * 2
 
     def activations(self, n_ctx: int, n_batch: int, outputs: int) -> int:
         """Bytes of a forward pass's buffers.

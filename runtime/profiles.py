@@ -19,6 +19,8 @@ class Profile:
     Attributes:
         name: For the trace.
         n_ctx: KV cells for all branches together.
+        kv_budget_mb: Most memory for them, MB of 10^6 bytes; the cache then holds fewer than ``n_ctx``. Branches
+            that do not fit are dropped, least recently used first, and evaluated again when they are needed.
         n_sequences: Most branches in the cache at once.
         n_batch: Most tokens in a forward pass.
         threads: CPU threads; None means one for each core that the process may use.
@@ -31,6 +33,7 @@ class Profile:
 
     name: str
     n_ctx: int = 8192
+    kv_budget_mb: float | None = None
     n_sequences: int = 64
     n_batch: int = 512
     threads: int | None = None

@@ -16,7 +16,7 @@ from .answer import Answer
 from .bundle import Bundle, find_bundle
 from .errors import BadInput, HoverlensError
 from .frame import Frame
-from .memory import MemoryPlan, available_bytes, check_plan, plan_memory
+from .memory import MB, MemoryPlan, available_bytes, cells_within, check_plan, plan_memory
 from .mllm.base import Backend, CancelToken
 from .mllm.chat import ChatFormat
 from .profiles import Profile, profile_named
@@ -164,13 +164,24 @@ class Runtime:
             self._plan = plan_memory(
                 b.need("mllm"),
                 b.file("mmproj"),
-                p.n_ctx,
+                self._n_ctx("mllm"),
                 p.n_batch,
                 (b.file("detector"), b.file("depth")),
                 b.manifest.image_max_tokens,
                 p.n_sequences,
             )
         return self._plan
+
+    def _n_ctx(self, role: str) -> int:
+        """KV cells of a model: the profile's, or as many as its budget holds."""
+        p = self.profile
+        if p.kv_budget_mb is None:
+            return p.n_ctx
+        return cells_within(self.bundle.need(role), int(p.kv_budget_mb * MB), p.n_ctx)
+
+    def _limits(self) -> dict[str, int]:
+        """What a user can lower where memory does not suffice, with its value now."""
+        return {"n_ctx": self._n_ctx("mllm"), "n_batch": self.profile.n_batch}
 
     def _warnings(self) -> tuple[str, ...]:
         """What every answer of this bundle has to say."""
@@ -188,8 +199,7 @@ class Runtime:
         self._check_open()
         if self._backend is None or self._chat is None:
             self.bundle.need("mmproj")
-            p = self.profile
-            check_plan(self.memory_plan(), available_bytes(), {"n_ctx": p.n_ctx, "n_batch": p.n_batch})
+            check_plan(self.memory_plan(), available_bytes(), self._limits())
             self._backend, self._chat = self._open_mllm("mllm")
         return self._backend, self._chat
 
@@ -200,8 +210,8 @@ class Runtime:
             return None
         if self._thinking is None:
             p = self.profile
-            plan = plan_memory(path, None, p.n_ctx, p.n_batch, n_sequences=p.n_sequences)
-            check_plan(plan, available_bytes(), {"n_ctx": p.n_ctx, "n_batch": p.n_batch})
+            plan = plan_memory(path, None, self._n_ctx("mllm_thinking"), p.n_batch, n_sequences=p.n_sequences)
+            check_plan(plan, available_bytes(), self._limits())
             self._thinking = Thinker(*self._open_mllm("mllm_thinking", projector_of=self._backend))
         return self._thinking
 
@@ -214,7 +224,7 @@ class Runtime:
             self.bundle.need(role),
             None if projector_of is not None else self.bundle.need("mmproj"),
             LlamaOptions(
-                n_ctx=p.n_ctx,
+                n_ctx=self._n_ctx(role),
                 n_sequences=p.n_sequences,
                 n_batch=p.n_batch,
                 threads=p.threads,

@@ -29,6 +29,7 @@ class FakeRuntime:
 
     error: BaseException | None = None
     share = True
+    profile: Any = None
     answer_text = "yes"
     loads = 0
 
@@ -62,8 +63,9 @@ class FakeRuntime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     fake = FakeRuntime()
 
-    def load(bundle: object = None, profile: str = "onboard", share: bool = True) -> FakeRuntime:
+    def load(bundle: object = None, profile: Any = "onboard", share: bool = True) -> FakeRuntime:
         FakeRuntime.loads += 1
+        fake.profile = profile
         fake.share = share
         return fake
 
@@ -280,3 +282,13 @@ def test_no_share_asks_for_a_runtime_that_shares_nothing(runtime: FakeRuntime, p
     assert runtime.share
     assert ask(photo, "What?", "--no-share").exit_code == 0
     assert not runtime.share
+
+
+def test_a_kv_budget_reaches_the_profile_and_must_be_positive(runtime: FakeRuntime, photo: Path) -> None:
+    assert ask(photo, "What?", "--kv-budget", "12.5").exit_code == 0
+    assert runtime.profile.kv_budget_mb == 12.5
+    assert runtime.profile.name == "onboard"
+    for bad in ("0", "-1", "nan", "inf"):
+        result = ask(photo, "What?", "--kv-budget", bad)
+        assert result.exit_code == 2
+        assert "positive" in result.stderr
