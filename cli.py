@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from .runtime.answer import Answer
     from .runtime.frame import Frame
     from .runtime.mllm.base import CancelToken
+    from .runtime.profiles import Profile
     from .runtime.question import Question
     from .runtime.runtime import Runtime
 
@@ -94,6 +97,7 @@ def cli() -> None:
 @click.option("--mode", metavar="MODE", help="How to reason. Default: uavmas.")
 @click.option("--profile", default="onboard", show_default=True, help="Settings of the reasoner.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed.")
+@click.option("--kv-budget", "kv_budget_mb", type=float, metavar="MB", help="Most memory for KV states. Default: none.")
 @click.option("--no-share", is_flag=True, help="Evaluate every call's prompt and images anew: same answers, slow.")
 @click.option("--deadline", "deadline_s", type=float, metavar="S", help="Answer within this many seconds.")
 @click.option("--at", "at_s", type=float, metavar="S", help="Of a video file: the frame at this second.")
@@ -115,6 +119,7 @@ def ask(
     mode: str | None,
     profile: str,
     seed: int,
+    kv_budget_mb: float | None,
     no_share: bool,
     deadline_s: float | None,
     at_s: float | None,
@@ -136,7 +141,11 @@ def ask(
     mode = DEFAULT_MODE if mode is None else mode
     check_mode(mode)
     check_deadline(deadline_s)
-    profile_named(profile)
+    settings = profile_named(profile)
+    if kv_budget_mb is not None:
+        if not (math.isfinite(kv_budget_mb) and kv_budget_mb > 0):
+            raise BadInput(f"the KV budget is {kv_budget_mb} MB; it must be a positive number")
+        settings = replace(settings, kv_budget_mb=kv_budget_mb)
     with stdout_for_results_only():
         frame = read_frame(image, at_s)
         answer, no_overlay = interruptible(
@@ -144,7 +153,7 @@ def ask(
                 frame,
                 asked,
                 bundle,
-                profile,
+                settings,
                 mode,
                 deadline_s,
                 seed,
@@ -207,7 +216,7 @@ def _answer(
     frame: Frame,
     asked: Question,
     bundle: str | None,
-    profile: str,
+    profile: Profile,
     mode: str,
     deadline_s: float | None,
     seed: int,
