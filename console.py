@@ -258,6 +258,31 @@ def progress(what: str) -> Callable[[int, int], None]:
     return advance
 
 
+def stages() -> Callable[[str, int, int], None]:
+    """A ``(stage, done, total)`` callback for work whose stages nest: a bar on a terminal, with -v a line a stage."""
+    logger = logging.getLogger("hoverlens.stages")
+    seen: set[str] = set()
+    if is_quiet() or not sys.stderr.isatty():
+
+        def say(stage: str, done: int, total: int) -> None:
+            if stage not in seen:
+                seen.add(stage)
+                logger.info("%s", stage)
+
+        return say
+    from tqdm import tqdm
+
+    bar = tqdm(leave=False)
+
+    def advance(stage: str, done: int, total: int) -> None:
+        bar.set_description(stage[:40], refresh=False)
+        bar.total = total
+        bar.n = done
+        bar.refresh()
+
+    return advance
+
+
 def byte_progress() -> Callable[[str, int, int], None]:
     """As :func:`progress`, for work that reads files: ``(file, bytes done, bytes in all)``."""
     advance = progress("bytes")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
-EXTRAS = "export,dev"
+EXTRAS = "export,dev,tensorrt"
 SUPPORTED = ((3, 10), (3, 12))
 REPORT_EVERY_S = 20.0
 
