@@ -38,6 +38,7 @@ from .console import (
     show,
     show_measured,
     show_version,
+    stages,
     stdout_for_results_only,
     verbosity_options,
 )
@@ -435,6 +436,152 @@ def doctor(bundle: str | None, deep: bool, as_json: bool) -> None:
         click.echo(printable(report_text(checks), keep="\n"))
     if found["status"] == "bad":
         sys.exit(1)
+
+
+@cli.group(cls=Verbs, epilog=example("hoverlens export engine yolox.onnx --target rtx-sm86 -o models"))
+def export() -> None:
+    """Turn models into what a device runs."""
+
+
+@export.command(
+    "engine", epilog=example("hoverlens export engine yolox.onnx --precision fp16 --target rtx-sm86 -o models")
+)
+@click.argument("model", metavar="X.onnx")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp16", "int8", "fp8", "fp32"]),
+    default="fp16",
+    show_default=True,
+    help="int8 and fp8 need a model with Q/DQ pairs.",
+)
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    metavar="NAME=MIN,OPT,MAX",
+    help="Sizes of a dynamic input, as in images=1x3x640x640,4x3x640x640,8x3x640x640; repeat for each.",
+)
+@click.option("--target", metavar="board|rtx-smNN", help="What to build for. Default: board, the GPU of this machine.")
+@click.option("-o", "--output", required=True, metavar="DIR", help="Folder for the engine and its description.")
+@click.option("--workspace-mb", type=click.IntRange(min=1), metavar="MB", help="Most scratch memory. Default: all.")
+@click.option("--force", is_flag=True, help="Build again although nothing has changed.")
+@json_flag
+@verbosity_options
+def export_engine_verb(model: str, output: str, as_json: bool, **options: Any) -> None:
+    """Compile an ONNX model into a TensorRT engine.
+
+    On the board TensorRT builds for its GPU; elsewhere TensorRT for RTX builds ahead of time for a named
+    generation of GPUs.
+    """
+    from .export.engine import build_engine
+
+    bar = stages()
+    with stdout_for_results_only():
+        made = interruptible(
+            lambda cancel: build_engine(model, output, progress=bar, cancelled=lambda: cancel.cancelled, **options)
+        )
+    if as_json:
+        show(made, True)
+        return
+    engine = made["engine"]
+    click.echo(printable(made["path"]))
+    if made["up_to_date"]:
+        click.echo("up to date")
+    else:
+        click.echo(f"{engine['bytes'] / 1e6:.1f} MB after {made['build_s']:.1f} s; built since {made['why']}")
+
+
+@cli.group(cls=Verbs, epilog=example("hoverlens calibrate int8 yolo.onnx --images flight1 -o yolo-int8.onnx"))
+def calibrate() -> None:
+    """Fit what a model needs from real frames."""
+
+
+@calibrate.command(
+    "int8",
+    epilog=example(
+        "hoverlens calibrate int8 yolo.onnx --images flight1 --gate-dataset labelled \\\n    -o yolo-int8.onnx"
+    ),
+)
+@click.argument("model", metavar="MODEL.onnx")
+@click.option("--images", multiple=True, required=True, metavar="DIR", help="Frames of the camera; repeat for more.")
+@click.option("-o", "--output", required=True, metavar="OUT.onnx", help="Model with Q/DQ pairs to write.")
+@click.option(
+    "--method",
+    type=click.Choice(["percentile", "minmax", "entropy"]),
+    default="percentile",
+    show_default=True,
+    help="How the range of an activation is taken.",
+)
+@click.option("--percentile", type=click.FloatRange(50, 100), metavar="P", help="Share of values inside the range.")
+@click.option(
+    "--layout",
+    type=click.Choice(["tensorrt", "onnxruntime"]),
+    default="tensorrt",
+    show_default=True,
+    help="Which runtime the pairs are placed for.",
+)
+@click.option("--kind", type=click.Choice(["detector", "depth"]), help="What the model is. Default: found by itself.")
+@click.option("--gate-dataset", metavar="DIR", help="Labelled pictures: a loss of accuracy there fails the work.")
+@click.option("--max-drop", type=float, default=0.02, show_default=True, help="Most that AP50 and AP50_small may fall.")
+@click.option("--keep-float", multiple=True, metavar="TEXT", help="Layers whose names hold this stay float.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N pictures, spread over all.")
+@click.option(
+    "--budget", "budget_s", type=float, default=600, show_default=True, metavar="S", help="Seconds to try in."
+)
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: all.")
+@click.option("--allow-small", is_flag=True, help="Take fewer than 8 pictures.")
+@click.option("--allow-noise", is_flag=True, help="Take pictures that show nothing.")
+@json_flag
+@verbosity_options
+def calibrate_int8_verb(
+    model: str,
+    images: tuple[str, ...],
+    output: str,
+    gate_dataset: str | None,
+    percentile: float | None,
+    threads: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Quantise a detector or depth model to INT8.
+
+    Ranges come from real frames; layers that suffer stay float; the gate compares accuracy with the float model and
+    writes nothing on a miss (exit status 1).
+    """
+    from .calibration.int8 import calibrate_int8, calibration_text
+
+    if percentile is not None:
+        options["percentile"] = percentile
+
+    def measure(path: Any, kind: str) -> dict[str, Any]:
+        from .benchmarks.depth import bench_depth
+        from .benchmarks.detector import bench_detector
+
+        assert gate_dataset is not None
+        bench_one = bench_detector if kind == "detector" else bench_depth
+        return bench_one(path, gate_dataset, threads=threads or 1, progress=lambda done, total: None)
+
+    if gate_dataset is not None:
+        from .benchmarks.datasets import open_dataset
+
+        open_dataset(gate_dataset)
+    bar = stages()
+    with stdout_for_results_only():
+        made = interruptible(
+            lambda cancel: calibrate_int8(
+                model,
+                images,
+                output,
+                measure=measure if gate_dataset is not None else None,
+                threads=threads,
+                progress=bar,
+                cancelled=lambda: cancel.cancelled,
+                **options,
+            )
+        )
+    show(made, True) if as_json else click.echo(printable(calibration_text(made), keep="\n"))
+    for warning in () if is_quiet() else made["warnings"]:
+        click.echo(f"warning: {error_line(warning)}", err=True)
 
 
 @cli.group(cls=Verbs, epilog=example("hoverlens bench detector yolox.onnx photos/auair --json -"))
