@@ -123,9 +123,10 @@ class Activations:
         shape = [int(n) for n in reversed(tensor.ne)]
         strides = [int(n) for n in reversed(tensor.nb)]
         size = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + dtype.itemsize
-        raw = (ctypes.c_char * size)()
-        self._base.ggml_backend_tensor_get(ctypes.byref(tensor), raw, 0, size)
-        return np.ndarray(shape, dtype, buffer=raw, strides=strides)
+        raw = np.empty(size, np.uint8)
+        self._base.ggml_backend_tensor_get(ctypes.byref(tensor), raw.ctypes.data, 0, size)
+        view: NDArray[Any] = np.ndarray(shape, dtype, buffer=raw, strides=strides)
+        return view
 
     def _op(self, number: int) -> bytes:
         if number not in self._ops:

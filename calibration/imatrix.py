@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime import pipeline, prompts
-from ..runtime.digest import remembered_sha256
+from ..runtime.bundle import Bundle
+from ..runtime.digest import remembered_sha256, sha256_file
 from ..runtime.errors import BadInput
+from ..runtime.files import check_writable
 from ..runtime.mllm.base import CancelToken
 from ..runtime.mllm.chat import ChatFormat
 from ..runtime.mllm.files import check_pair
@@ -25,7 +27,7 @@ from ..runtime.profiles import Profile, profile_named
 from ..runtime.tools.perception import PerceptionCache
 from .activations import Activations
 from .imatrix_file import ImportanceMatrix
-from .questions import CheckedSet, frames
+from .questions import CheckedSet, check_set, frames, generic_questions, read_questions
 
 #: Mean squares of fewer inputs than this are noise.
 LEAST_TOKENS = 2048
@@ -144,6 +146,82 @@ def collect(
     return Result(matrix, time.perf_counter() - start)
 
 
-def describe_set(questions: str | None, images: Sequence[str]) -> str:
-    """A short name for where a set comes from."""
-    return Path(questions).name if questions else ", ".join(Path(p).name for p in images)
+def calibrate_imatrix(
+    out: str | os.PathLike[str],
+    *,
+    bundle: str | None = None,
+    mllm: str | None = None,
+    mmproj: str | None = None,
+    questions: str | None = None,
+    images: Sequence[str] = (),
+    mode: str = "direct",
+    image_max_tokens: int | None = None,
+    limit: int | None = None,
+    threads: int | None = None,
+    allow_small: bool = False,
+    allow_noise: bool = False,
+    progress: Progress | None = None,
+    cancel: CancelToken | None = None,
+) -> dict[str, Any]:
+    """:func:`collect` from files to a file.
+
+    Args:
+        out: GGUF file to write.
+        bundle: Take the models from here, or
+        mllm: from here, with
+        mmproj: its projector.
+        questions: JSON lines, see :func:`read_questions`.
+        images: Folders of photos that are asked about in general.
+        mode: How to reason.
+        image_max_tokens: Most visual tokens of an image.
+        limit: At most so many questions, spread over all.
+        threads: CPU threads.
+        allow_small: Take a set that is too small.
+        allow_noise: Take pictures that show nothing.
+        progress: Called with (questions done, questions).
+        cancel: Lets another thread stop the work.
+
+    Returns:
+        Facts about matrix and set, with ``path`` and ``sha256`` of the file.
+
+    Raises:
+        BadInput: Arguments, files or a set that cannot be used.
+        HoverlensError: The model failed.
+    """
+    if (bundle is None) == (mllm is None) or (mllm is None) != (mmproj is None):
+        raise BadInput("which model? give --bundle, or --mllm and --mmproj")
+    if not questions and not images:
+        raise BadInput("no calibration questions; give --questions F.jsonl or --images DIR")
+    check_writable(out, "the importance matrix")
+    pipeline.check_mode(mode)
+    version = prompts.VERSION
+    if bundle is not None:
+        opened = Bundle.open(bundle)
+        text, vision = opened.need("mllm"), opened.need("mmproj")
+        version = opened.manifest.prompt_template or version
+        image_max_tokens = image_max_tokens or opened.manifest.image_max_tokens
+    else:
+        text, vision = Path(str(mllm)), Path(str(mmproj))
+    check_pair(text, vision)
+    items = read_questions(questions) if questions else []
+    for folder in images:
+        items += generic_questions(folder)
+    if limit is not None and len(items) > limit:
+        # Evenly: the first ones of a flight may all show the take-off.
+        items = [items[i * len(items) // limit] for i in range(limit)]
+    checked = check_set(items, allow_small=allow_small, allow_noise=allow_noise)
+    result = collect(
+        text,
+        vision,
+        checked,
+        mode=mode,
+        prompt_version=version,
+        image_max_tokens=image_max_tokens,
+        threads=threads,
+        dataset=", ".join(Path(p).name for p in ([questions] if questions else []) + list(images)),
+        allow_small=allow_small,
+        progress=progress,
+        cancel=cancel,
+    )
+    result.matrix.save(out)
+    return {"path": str(out), "sha256": sha256_file(out), **result.to_dict()}

@@ -140,7 +140,7 @@ def check_set(items: Sequence[Item], *, allow_small: bool = False, allow_noise: 
 
 
 def looks_like_noise(rgb: NDArray[np.uint8]) -> bool:
-    """Whether neighbouring pixels of a picture, uint8 (H, W, 3), have nothing to do with each other, or all are alike."""
+    """Whether a picture, uint8 (H, W, 3), is blank, or its neighbouring pixels have nothing to do with each other."""
     grey = rgb[:, :, 1].astype(np.float32)
     if grey.shape[0] < 2 or grey.shape[1] < 2 or float(grey.std()) < 2.0:
         return True

@@ -4,6 +4,7 @@ Its argument is JSON: ``{"converter": folder, "pre_tokenizer": name or null, "jo
 Several jobs share one process because importing torch and transformers takes longer than a small conversion.
 """
 
+import ctypes
 import json
 import os
 import runpy
@@ -11,6 +12,9 @@ import sys
 
 
 def main() -> None:
+    if sys.platform == "linux":
+        # A killed export must not leave a process behind that goes on writing: PR_SET_PDEATHSIG, SIGKILL.
+        ctypes.CDLL(None).prctl(1, 9)
     spec = json.loads(sys.argv[1])
     folder = spec["converter"]
     # Python put this file's folder first, where our module names would shadow others (transformers looks for
