@@ -92,6 +92,47 @@ def test_a_cache_that_is_full_before_its_time_changes_no_answer(
     assert sum(a.tokens == b.tokens for a, b in zip(found, expected, strict=True)) >= 5
 
 
+def test_requests_that_never_fit_together_run_one_after_another(
+    backend: LlamaCppBackend, opened: State, ending: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put back, a request waits for another's end: it must not push that one out in turn, for ever."""
+    requests = [GenerateRequest(opened, (Text(f" {i}"), ending), max_tokens=4) for i in range(4)]
+    expected = backend.generate(requests)
+    plain = Context.decode
+
+    def decode(self: Context, tokens: Any, positions: Any, sequences: Any, *rest: Any) -> int:
+        return plain(self, tokens, positions, sequences, *rest) if len(set(sequences)) == 1 else DECODE_NO_SLOT
+
+    monkeypatch.setattr(Context, "decode", decode)
+    before = backend.counters.copy()
+    found = backend.generate(requests)
+    used = backend.counters - before
+    assert sum(a.tokens == b.tokens for a, b in zip(found, expected, strict=True)) >= 3
+    assert used.batches <= 4 * 5
+    assert used.evictions <= 12
+
+
+@pytest.mark.parametrize("at", [[3], [4], [5], [6], [4, 5, 6], [8, 9]])
+def test_what_is_put_back_is_counted_and_scored_once(
+    make_backend: Callable[..., LlamaCppBackend], prompt: Prompt, ending: Text, failing: Any, at: list[int]
+) -> None:
+    """Long suffixes and options in small passes, so that some are put back half way."""
+    backend = make_backend(n_batch=24, n_sequences=12)
+    with backend.prefix(prompt(None)) as state:
+        options = tuple(f"{c} " * 14 for c in "abc")
+        requests = [ChooseRequest(state, options, (Text(f" {i}" + " word" * 12), ending)) for i in range(3)]
+        expected = backend.choose(requests)
+        failing(Context, "decode", DECODE_NO_SLOT, at)
+        before = backend.counters.copy()
+        found = backend.choose(requests)
+        used = backend.counters - before
+    assert used.evictions >= 1
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a.scores, b.scores, atol=0.015)
+        assert (a.prefill_tokens, a.reused_tokens) == (b.prefill_tokens, b.reused_tokens)
+    assert used.forced_tokens == 3 * sum(len(backend.model.tokenize(o, special=False)) - 1 for o in options)
+
+
 def test_a_picture_that_finds_no_room_is_taken_later(
     backend: LlamaCppBackend, opened: State, pictures: Pictures, ending: Text, failing: Any
 ) -> None:

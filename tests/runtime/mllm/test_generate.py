@@ -199,6 +199,14 @@ def test_a_grammar_holds_a_model_that_wants_to_end_at_once(
     assert result.finish == "stop"
 
 
+def test_a_complete_grammar_stops_a_model_that_has_no_end_token(
+    backend: LlamaCppBackend, opened: State, ending: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend._engine, "forbidden", backend._engine.forbidden | backend.model.eog)
+    result = one(backend, opened, suffix=(ending,), grammar='root ::= "done"')
+    assert (result.text, result.finish) == ("done", "stop")
+
+
 def test_a_grammar_that_ends_with_the_limit_is_cut(backend: LlamaCppBackend, opened: State, ending: Text) -> None:
     result = one(backend, opened, suffix=(ending,), grammar='root ::= "abcdefghijklmnop"', max_tokens=2)
     assert (result.finish, len(result.tokens)) == ("length", 2)

@@ -360,3 +360,11 @@ def test_forms_and_plain_requests_share_a_batch(backend: LlamaCppBackend, opened
     assert len(first.tokens) <= 12
     assert second.slots.keys() >= {"action", "thought", "score"}
     assert third.text in ("yes", "no")
+
+
+def test_slots_may_follow_each_other_without_fixed_text(backend: LlamaCppBackend, opened: State, ending: Text) -> None:
+    """A slot that ends without a token leaves its logits to the next one."""
+    form = sequence(Held("a", 'root ::= "xy"', 9), Held("b", 'root ::= "z"', 9), Pick("c", ("l", "r")))
+    result = backend.generate([GenerateRequest(opened, (ending,), form=form)])[0]
+    assert result.text in ('xyzl"', 'xyzr"')
+    assert result.finish == "stop"
