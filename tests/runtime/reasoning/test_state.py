@@ -123,8 +123,10 @@ def test_an_answer_without_words_or_area_is_not_valid() -> None:
     assert box(0.1, 0.1, 0.2, 0.2).valid
     assert not box(0.1, 0.1, 0.1, 0.2).valid
     assert not box(0.1, 0.1, 0.2, 0.1).valid
-    assert not box(0.2, 0.1, 0.1, 0.2).valid
-    assert not box(0.1, 0.2, 0.2, 0.1).valid
+    assert not box(0.9, 0.1, 0.8, 0.2).valid
+    assert not box(0.1, 0.9, 0.2, 0.8).valid
+    assert box(0.7, 0.1, 0.9, 0.3).valid
+    assert box(0.1, 0.7, 0.3, 0.9).valid
 
 
 ANSWERS = st.sampled_from([None, ONE, TWO])
