@@ -65,7 +65,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Stored]:
             stored = Stored(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), source.name)
             first, last = (int(n) for n in entry["data_offsets"])
             each = SIZES.get(stored.dtype)
-            if first < 0 or last < first or (each is not None and last - first != each * stored.n_elements):
+            wrong = each is not None and last - first != each * stored.n_elements
+            if wrong or min(first, *stored.shape, 0) < 0 or last < first:
                 raise ValueError(name)
             end = max(end, last)
             tensors[name] = stored
