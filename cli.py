@@ -491,6 +491,77 @@ def export_engine_verb(model: str, output: str, as_json: bool, **options: Any) -
         click.echo(f"{engine['bytes'] / 1e6:.1f} MB after {made['build_s']:.1f} s; built since {made['why']}")
 
 
+@export.command(
+    "mllm",
+    epilog=example("hoverlens export mllm Qwen3-VL-2B-Instruct --quant Q4_K_M --imatrix imatrix.gguf -o models/2b"),
+)
+@click.argument("source", metavar="SRC")
+@click.option(
+    "--quant", default="Q8_0", show_default=True, metavar="TYPE", help="Of the text model: F16, Q8_0, Q4_K_M .."
+)
+@click.option(
+    "--mmproj-quant",
+    type=click.Choice(["F16", "BF16", "F32", "Q8_0"], case_sensitive=False),
+    default="F16",
+    show_default=True,
+    help="Of the vision encoder.",
+)
+@click.option("--imatrix", metavar="FILE", help="Importance matrix, of 'hoverlens calibrate imatrix' or llama.cpp.")
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice(["gguf", "edgellm"]),
+    default="gguf",
+    show_default=True,
+    help="For llama.cpp, or for TensorRT Edge-LLM.",
+)
+@click.option("-o", "--output", required=True, metavar="DIR", help="Folder to make.")
+@click.option(
+    "--self-test/--no-self-test",
+    default=None,
+    help="Compare with the source in torch. Default: where memory allows.",
+)
+@click.option(
+    "--min-agreement",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="Fail below this share of tokens on which source and result agree.",
+)
+@click.option("--name", metavar="TEXT", help="Name in the files. Default: the folder's.")
+@click.option("--licence", metavar="TEXT", help="Terms of the weights. Default: what the folder says.")
+@click.option("--pre-tokenizer", metavar="NAME", help="llama.cpp's, for a vocabulary that its converter does not know.")
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="CPU threads.")
+@click.option("--force", is_flag=True, help="Make it again although nothing has changed.")
+@click.option("--install", is_flag=True, help="With --to edgellm: install its exporter first, in a place of its own.")
+@json_flag
+@verbosity_options
+def export_mllm_verb(
+    source: str, output: str, target: str, install: bool, as_json: bool, quant: str, imatrix: str | None, **options: Any
+) -> None:
+    """Convert a Hugging Face model folder SRC for a board.
+
+    Writes mllm.gguf, mmproj.gguf and export.json, which records what the self-test found. Pickled weights are refused,
+    and nothing in the folder is run.
+    """
+    from .export.mllm import Steps, describe, export_mllm
+
+    bar = stages()
+    steps = Steps(stage=lambda line: bar(line, 0, 1), progress=bar)
+    if target == "edgellm":
+        from .export.edgellm import describe_edgellm, export_edgellm
+
+        if imatrix is not None or options["min_agreement"] is not None:
+            raise BadInput("--imatrix and --min-agreement are for GGUF; leave them out with --to edgellm")
+        with stdout_for_results_only():
+            made = export_edgellm(source, output, install=install, force=options["force"], stage=steps.stage)
+        show(made, True) if as_json else click.echo(printable(describe_edgellm(made), keep="\n"))
+        return
+    with stdout_for_results_only():
+        # What takes long runs in processes of its own, so an interruption needs no thread here.
+        exported = export_mllm(source, output, quant=quant, imatrix=imatrix, steps=steps, **options)
+    show(exported.to_dict(), True) if as_json else click.echo(printable(describe(exported), keep="\n"))
+
+
 @cli.group(cls=Verbs, epilog=example("hoverlens calibrate int8 yolo.onnx --images flight1 -o yolo-int8.onnx"))
 def calibrate() -> None:
     """Fit what a model needs from real frames."""
@@ -582,6 +653,60 @@ def calibrate_int8_verb(
     show(made, True) if as_json else click.echo(printable(calibration_text(made), keep="\n"))
     for warning in () if is_quiet() else made["warnings"]:
         click.echo(f"warning: {error_line(warning)}", err=True)
+
+
+@calibrate.command(
+    "imatrix",
+    epilog=example(
+        "hoverlens calibrate imatrix --mllm f16.gguf --mmproj mmproj.gguf --questions q.jsonl \\\n    -o imatrix.gguf"
+    ),
+)
+@click.option("--bundle", metavar="DIR", help="Take MLLM and projector from a bundle.")
+@click.option("--mllm", metavar="FILE", help="Text model, GGUF; best F16 or BF16.")
+@click.option("--mmproj", metavar="FILE", help="Its projector, GGUF.")
+@click.option("--questions", metavar="F.jsonl", help='One {"image": .., "question": .., "options": [..]} a line.')
+@click.option("--images", multiple=True, metavar="DIR", help="Photos, asked about in general; repeat for more.")
+@click.option("-o", "--output", required=True, metavar="FILE", help="Importance matrix to write, GGUF.")
+@click.option("--mode", default="direct", show_default=True, help="How to reason; uavmas: all agents' prompts, slow.")
+@click.option("--image-max-tokens", type=click.IntRange(min=1), metavar="N", help="Most visual tokens of an image.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N questions, spread over all.")
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads. Default: all.")
+@click.option("--allow-small", is_flag=True, help="Take a set that is too small.")
+@click.option("--allow-noise", is_flag=True, help="Take pictures that show nothing.")
+@json_flag
+@verbosity_options
+def calibrate_imatrix_verb(
+    bundle: str | None,
+    mllm: str | None,
+    mmproj: str | None,
+    questions: str | None,
+    images: tuple[str, ...],
+    output: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure which weights of an MLLM matter.
+
+    The model answers calibration questions, and the mean squares of what its weight matrices were fed go to the
+    quantiser: hoverlens export mllm --imatrix.
+    """
+    from .calibration.imatrix import calibrate_imatrix
+
+    with stdout_for_results_only():
+        made = interruptible(
+            lambda cancel: calibrate_imatrix(
+                output,
+                bundle=bundle,
+                mllm=mllm,
+                mmproj=mmproj,
+                questions=questions,
+                images=images,
+                progress=progress("questions"),
+                cancel=cancel,
+                **options,
+            )
+        )
+    show(made, as_json)
 
 
 @cli.group(cls=Verbs, epilog=example("hoverlens bench detector yolox.onnx photos/auair --json -"))
