@@ -56,13 +56,13 @@ class Plan:
 
     Attributes:
         model: The float model, an ``onnx.ModelProto`` whose nodes all have names.
-        ranges: Magnitude of every tensor that may get a pair.
+        ranges: Lowest and highest number of every tensor that may get a pair.
         layers: Names of heavy nodes that may be quantised, in the order of the graph.
         layout: Where pairs go.
     """
 
     model: Any
-    ranges: dict[str, float]
+    ranges: dict[str, tuple[float, float]]
     layers: list[str]
     layout: Layout
     cache: dict[frozenset[str], bytes] = field(default_factory=dict)
@@ -230,7 +230,11 @@ def _plan(
         threads,
         lambda done: tell("ranges", done, total),
     )
-    ranges = {name: h.range(method, percentile) for name, h in histograms.items()}
+    ranges = {}
+    for name, histogram in histograms.items():
+        top = histogram.range(method, percentile)
+        # ONNX Runtime's kernels are fast for unsigned activations, which need not be symmetric.
+        ranges[name] = (max(histogram.lowest, -top) if layout == "onnxruntime" else -top, top)
     return Plan(model, ranges, layers, layout)
 
 
@@ -270,19 +274,21 @@ def _quantise(plan: Plan, kept: frozenset[str]) -> bytes:
         for n in copy.graph.node
         if n.op_type in types and n.name not in kept and (n.name in heavy or (everywhere and n.op_type not in HEAVY))
     ]
-    data = {name: TensorData(lowest=np.float32(-top), highest=np.float32(top)) for name, top in plan.ranges.items()}
+    data = {
+        name: TensorData(lowest=np.float32(low), highest=np.float32(high)) for name, (low, high) in plan.ranges.items()
+    }
     quantizer = QDQQuantizer(
         copy,
         per_channel=True,
         reduce_range=False,
         weight_qType=QuantType.QInt8,
-        activation_qType=QuantType.QInt8,
+        activation_qType=QuantType.QUInt8 if everywhere else QuantType.QInt8,
         tensors_range=TensorsData(CalibrationMethod.MinMax, data),
         nodes_to_quantize=chosen,
         nodes_to_exclude=[],
         op_types_to_quantize=sorted(types),
         extra_options={
-            "ActivationSymmetric": True,
+            "ActivationSymmetric": not everywhere,
             "WeightSymmetric": True,
             # TensorRT takes no int32 behind a DequantizeLinear.
             "QuantizeBias": everywhere,

@@ -33,12 +33,15 @@ class Histogram:
         self.counts: NDArray[np.int64] = np.zeros(BINS, np.int64)
         self.top = 0.0
         self.largest = 0.0
+        self.lowest = 0.0
 
     def add(self, values: NDArray[Any]) -> None:
-        magnitudes = np.abs(values.reshape(-1)).astype(np.float32, copy=False)
-        magnitudes = magnitudes[np.isfinite(magnitudes)]
-        if not magnitudes.size:
+        flat = values.reshape(-1).astype(np.float32, copy=False)
+        flat = flat[np.isfinite(flat)]
+        if not flat.size:
             return
+        self.lowest = min(self.lowest, float(flat.min()))
+        magnitudes = np.abs(flat)
         largest = float(magnitudes.max())
         self.largest = max(self.largest, largest)
         if self.top == 0.0:

