@@ -286,6 +286,7 @@ def test_whatever_a_callback_raises_comes_out_and_leaves_nothing(
 def test_ctrl_c_during_questions_leaves_nothing(runtime: Runtime) -> None:
     rng = np.random.default_rng(1)
     runtime.ask(pixels(0), "What is it?", mode="direct")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
     for _ in range(8):
         timer = threading.Timer(rng.uniform(0.001, 0.05), os.kill, (os.getpid(), signal.SIGINT))
         arrived = False
@@ -298,6 +299,7 @@ def test_ctrl_c_during_questions_leaves_nothing(runtime: Runtime) -> None:
         assert arrived
         timer.join()
         assert_idle(runtime)
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_question_that_does_not_fit_the_context_is_bad_input(tiny_bundle: Bundle) -> None:

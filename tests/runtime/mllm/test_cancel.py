@@ -243,6 +243,14 @@ def test_a_token_tells_its_listeners_once_and_only_while_they_listen() -> None:
 # -- Ctrl-C --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _raised() -> Iterator[None]:
+    """A process that was started in the background ignores SIGINT; here it must arrive."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -366,6 +374,7 @@ def test_ctrl_c_while_a_model_loads_is_not_lost(tiny_bundle: Any) -> None:
         from hoverlens.runtime.mllm import llama_native
         from hoverlens.runtime.mllm.llamacpp import LlamaCppBackend, LlamaOptions
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         lib, _ = llama_native.libraries()
         emit, sent = llama_native.log.log, []
 

@@ -108,7 +108,7 @@ class Owner:
 class PoolMachine(RuleBasedStateMachine):
     """Drives a pool as a backend does, and recounts everything from what each sequence holds."""
 
-    @initialize(n=st.integers(1, 5), cells=st.integers(10, 60))
+    @initialize(n=st.integers(1, 5), cells=st.sampled_from([15, 40, 90, 500]))
     def start(self, n: int, cells: int) -> None:
         self.tree = root("model")
         self.dropped: list[int] = []
@@ -157,6 +157,12 @@ class PoolMachine(RuleBasedStateMachine):
             self.forget(seq)
         self.pins[seq] = 1
         self.used(seq)
+        donors = sorted(self.held)
+        if donors and data.draw(st.booleans()):
+            donor = data.draw(st.sampled_from(donors))
+            path = self.held[donor]
+            self.hold(seq, path[: data.draw(st.integers(0, len(path)))], donor)
+        self.hold(seq, self.held.get(seq, ()) + data.draw(PATHS), None)
 
     def hold(self, seq: int, path: tuple[int, ...], source: int | None) -> None:
         self.pool.move(seq, walk(self.tree, path) if path else None, source)
