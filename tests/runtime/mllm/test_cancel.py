@@ -188,8 +188,10 @@ def test_an_image_is_stopped_in_the_middle(
     whole = time.perf_counter() - start
     cancel = CancelToken()
     from_elsewhere(whole / 5, cancel.cancel)
+    before = backend.counters.copy()
     with pytest.raises(Cancelled):
         backend.prefix([Text("another"), features], cancel)
+    assert (backend.counters - before).prefill_tokens < features.n_tokens, "the image went in to its end"
 
 
 def test_decoding_is_stopped_from_another_thread(
@@ -323,6 +325,7 @@ def test_ctrl_c_between_two_steps_leaves_nothing_behind(
         backend.generate(
             [GenerateRequest(opened, (Text(f" {i}"), ending), grammar="root ::= [a-z ]{99}") for i in range(3)]
         )
+    assert left == [0], "it went on after Ctrl-C"
     monkeypatch.undo()
     expected()
 

@@ -133,6 +133,40 @@ def test_what_is_put_back_is_counted_and_scored_once(
     assert used.forced_tokens == 3 * sum(len(backend.model.tokenize(o, special=False)) - 1 for o in options)
 
 
+def test_a_prompt_that_is_put_back_half_way_is_counted_once(
+    make_backend: Callable[..., LlamaCppBackend], prompt: Prompt, ending: Text, failing: Any
+) -> None:
+    """Two prompts of more than 24 tokens: after the second pass the second one is in the cache in part."""
+    backend = make_backend(n_batch=24, n_sequences=8)
+    with backend.prefix(prompt(None)) as state:
+        requests = [GenerateRequest(state, (Text(f" {i}" + " a" * 30), ending), max_tokens=2) for i in range(2)]
+        sizes = [backend.count_tokens(r.suffix) for r in requests]
+        failing(Context, "decode", DECODE_NO_SLOT, [3])
+        before = backend.counters.copy()
+        found = backend.generate(requests)
+        used = backend.counters - before
+    assert used.evictions == 1
+    assert [r.prefill_tokens for r in found] == sizes
+    assert [r.reused_tokens for r in found] == [state.n_tokens] * 2
+    assert used.prefill_tokens > sum(sizes)
+
+
+def test_tokens_that_are_fed_again_are_counted_as_such(
+    backend: LlamaCppBackend, opened: State, ending: Text, failing: Any
+) -> None:
+    grammar = "root ::= [a-z ]{99}"
+    requests = [GenerateRequest(opened, (Text(f" {i}"), ending), max_tokens=8, grammar=grammar) for i in range(3)]
+    failing(Context, "decode", DECODE_NO_SLOT, [5])
+    before = backend.counters.copy()
+    found = backend.generate(requests)
+    used = backend.counters - before
+    assert [len(r.tokens) for r in found] == [8, 8, 8]
+    assert used.evictions == 1
+    # The prompt's pass and three of decoding are done: three tokens are fed again, and the prompt once more.
+    assert used.recomputed_tokens == 3 + backend.count_tokens(requests[2].suffix)
+    assert used.decoded_tokens == 24
+
+
 def test_a_picture_that_finds_no_room_is_taken_later(
     backend: LlamaCppBackend, opened: State, pictures: Pictures, ending: Text, failing: Any
 ) -> None:
