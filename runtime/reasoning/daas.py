@@ -51,7 +51,10 @@ def search(
     valid: list[Branch] = []
     frontier = [root] if width else []
     while frontier:
-        parents = [(branch, k) for branch in frontier for k in range(width)]
+        expanded = _within_budget(session, settings, frontier, width, valid)
+        if not expanded:
+            break
+        parents = [(branch, k) for branch in expanded for k in range(width)]
         children = grow(session, settings, perception, active, parents)
         session.nodes += len(children)
         following: list[Branch] = []
@@ -66,9 +69,35 @@ def search(
                 session.pruned += fate == "pruned"
                 session.drop(child.history)
         for branch in frontier:
-            session.drop(branch.history)
+            if branch not in valid:
+                session.drop(branch.history)
         frontier = following
     return sorted(valid, key=lambda b: b.path)
+
+
+def _within_budget(
+    session: Session, settings: Settings, frontier: list[Branch], width: int, valid: list[Branch]
+) -> list[Branch]:
+    """The open nodes that may still be expanded: with a limit on nodes, those with the best means.
+
+    A node that may not ends its path where its answer is valid; without one it is dropped.
+    """
+    if settings.max_nodes is None:
+        return frontier
+    opened = max(0, session.nodes - 1)  # the root is no node that the search opened
+    room = max(0, settings.max_nodes - opened) // width
+    if len(frontier) <= room:
+        return frontier
+    ranked = sorted(frontier, key=lambda b: (-b.mean_score, b.path))
+    for branch in ranked[room:]:
+        fate = "budget" if branch.belief.answer is not None and branch.path else "discarded"
+        session.trace.emit("fate", node=dotted(branch.path), fate=fate, tau=None)
+        if fate == "budget":
+            valid.append(branch)
+        else:
+            session.drop(branch.history)
+    session.warnings.append(f"the search stopped at {opened} nodes (max_nodes {settings.max_nodes})")
+    return sorted(ranked[:room], key=lambda b: b.path)
 
 
 def _fate(settings: Settings, child: Branch, parent: Branch, tau: float) -> str:

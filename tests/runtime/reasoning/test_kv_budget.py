@@ -24,7 +24,15 @@ WIDE = replace(
     PROFILES["onboard"],
     threads=1,
     reasoner=replace(
-        ONBOARD, activation="all", depth=3, width=3, pruning=False, thought_tokens=24, evidence_tokens=6, la_tokens=8
+        ONBOARD,
+        activation="all",
+        depth=3,
+        width=3,
+        max_nodes=None,
+        pruning=False,
+        thought_tokens=24,
+        evidence_tokens=6,
+        la_tokens=8,
     ),
 )
 

@@ -185,7 +185,8 @@ def play(
     backend = ScriptedBackend(script)
     given = fake_tools() if tools is None else tuple(tools)
     base = PROFILES[profile]
-    reasoner: Settings = replace(base.reasoner, **settings)
+    # Trees here are as large as they are drawn, unless a test is about the limit.
+    reasoner: Settings = replace(base.reasoner, **{"max_nodes": None, **settings})
     trace = Trace()
     answer, error = None, None
     with ExitStack() as stack:
