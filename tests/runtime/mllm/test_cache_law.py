@@ -1,9 +1,10 @@
 """The law of the MLLM cache: what a forked or cached state says is what the whole prompt says.
 
 Largest difference of logits measured here, on weights whose logits have a standard deviation of 2.5 (random,
-60 prompts each, x86-64): F16 5.4e-3 at 3 M parameters and 6.8e-3 at 10 M; F32 3.9e-3 (its cache is 16-bit too);
-Q8_0 7.1e-2, since llama.cpp quantises activations by the shape of the batch. Tokens are the same but where two
-candidates are closer than that, twice.
+60 prompts each with an image, x86-64, a 16-bit cache), at 3 M and at 10 M parameters: F16 5.4e-3 and 6.8e-3;
+F32 3.9e-3 and 1.6e-3; Q8_0 0.12 and 0.15, since llama.cpp also quantises activations, by the shape of the batch.
+Tokens are the same but where two candidates are closer than that, twice: of 60 greedy runs of 40 tokens 2 and 3
+part with F16, none with F32, 5 and 12 with Q8_0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hoverlens.runtime.errors import HoverlensError
 from hoverlens.runtime.mllm.base import ChooseRequest, GenerateRequest, Part, Sampling, State, Text
 from hoverlens.runtime.mllm.llamacpp import LlamaCppBackend, LlamaOptions
 
-TOLERANCE = {"f16": 1.5e-2, "f32": 1.5e-2, "q8_0": 0.15}
+TOLERANCE = {"f16": 1.5e-2, "f32": 8e-3, "q8_0": 0.3}
 
 SYSTEM = "<|im_start|>system\nYou see.<|im_end|>\n<|im_start|>user\n"
 END = "<|im_end|>\n<|im_start|>assistant\n"
