@@ -65,6 +65,7 @@ def ask(
     mode: str = DEFAULT_MODE,
     seed: int = 0,
     deadline_s: float | None = None,
+    called: float | None = None,
     on_step: StepCallback | None = None,
     trace: Trace | None = None,
     cancel: CancelToken | None = None,
@@ -76,6 +77,9 @@ def ask(
     warnings: Sequence[str] = (),
 ) -> Answer:
     """Answers one question about one frame. The backend must be idle.
+
+    Args:
+        called: When the deadline's time began to run, by ``time.perf_counter``; None means now.
 
     Raises:
         BadInput: Unknown mode, impossible deadline, or a prompt longer than the context.
@@ -112,15 +116,14 @@ def ask(
         bundle=bundle or {},
     )
     try:
-        with (cancel or CancelToken()).listening(stop.cancel), _deadline(stop, deadline_s) as expired:
+        left = None if deadline_s is None else deadline_s - (0 if called is None else start - called)
+        with (cancel or CancelToken()).listening(stop.cancel), _deadline(stop, left) as expired:
             try:
                 session.open(image_min_tokens)
                 outcome = MODES[mode](session)
             except Cancelled:
-                if expired.is_set():
-                    raise HoverlensError(
-                        f"no answer within the deadline of {deadline_s:g} s; raise --deadline"
-                    ) from None
+                if expired.is_set() and deadline_s is not None:
+                    raise too_late(deadline_s) from None
                 raise
     except BaseException as e:
         trace.emit("error", type=type(e).__name__, message=str(e))
@@ -148,6 +151,11 @@ def ask(
     return result
 
 
+def too_late(deadline_s: float) -> HoverlensError:
+    """What is said when the deadline has passed."""
+    return HoverlensError(f"no answer within the deadline of {deadline_s:g} s; raise --deadline")
+
+
 @contextmanager
 def _deadline(cancel: CancelToken, seconds: float | None) -> Iterator[threading.Event]:
     """Sets ``cancel`` when the time is over; the event tells that this was the reason."""
@@ -160,7 +168,9 @@ def _deadline(cancel: CancelToken, seconds: float | None) -> Iterator[threading.
         expired.set()
         cancel.cancel()
 
-    timer = threading.Timer(seconds, fire)
+    if seconds <= 0:
+        fire()
+    timer = threading.Timer(max(0.0, seconds), fire)
     timer.daemon = True
     timer.start()
     try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
@@ -103,8 +105,9 @@ class Runtime:
             asked = Question.make(question, options, kind)
         pipeline.check_mode(mode)
         pipeline.check_deadline(deadline_s)
+        called = time.perf_counter()
         picture = as_frame(frame)
-        with self._lock:
+        with self._turn(called, deadline_s, cancel):
             backend, chat = self._mllm()
             return pipeline.ask(
                 backend,
@@ -115,6 +118,7 @@ class Runtime:
                 mode=mode,
                 seed=seed,
                 deadline_s=deadline_s,
+                called=called,
                 on_step=on_step,
                 trace=trace,
                 cancel=cancel,
@@ -129,6 +133,19 @@ class Runtime:
                 bundle={"name": self.bundle.name, "sha256": self.bundle.sha256},
                 warnings=self._warnings(),
             )
+
+    @contextmanager
+    def _turn(self, called: float, deadline_s: float | None, cancel: CancelToken | None) -> Iterator[None]:
+        """Waits for the questions before this one, but not past its deadline and not once it is cancelled."""
+        while not self._lock.acquire(timeout=0.05):
+            if cancel is not None:
+                cancel.check()
+            if deadline_s is not None and time.perf_counter() - called >= deadline_s:
+                raise pipeline.too_late(deadline_s)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def detect(self, frame: FrameLike, **options: Any) -> Boxes:
         """Objects in a frame, in pixels of the original frame.
@@ -216,13 +233,18 @@ class Runtime:
         return self._thinking
 
     def _open_mllm(self, role: str, projector_of: LlamaCppBackend | None = None) -> tuple[LlamaCppBackend, ChatFormat]:
+        from .mllm.files import check_pair
         from .mllm.llamacpp import LlamaCppBackend, LlamaOptions
+        from .mllm.trial import try_load
 
         p = self.profile
-        entries = [self.bundle.entry(r) for r in (role, "mmproj")]
+        mllm, mmproj = self.bundle.need(role), self.bundle.need("mmproj")
+        entries = [e for e in map(self.bundle.entry, (role, "mmproj")) if e is not None]
+        check_pair(mllm, mmproj)
+        try_load(mllm, mmproj, *(e.sha256 for e in entries))
         backend = LlamaCppBackend(
-            self.bundle.need(role),
-            None if projector_of is not None else self.bundle.need("mmproj"),
+            mllm,
+            None if projector_of is not None else mmproj,
             LlamaOptions(
                 n_ctx=self._n_ctx(role),
                 n_sequences=p.n_sequences,
@@ -232,7 +254,7 @@ class Runtime:
                 share=self.share,
                 feature_cache_bytes=self.memory_plan().features,
             ),
-            identity="|".join(e.sha256 for e in entries if e is not None),
+            identity="|".join(e.sha256 for e in entries),
             projector_of=projector_of,
         )
         try:

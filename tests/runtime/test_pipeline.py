@@ -238,6 +238,46 @@ def test_a_deadline_in_the_middle_stops_the_question(tiny_bundle: Bundle) -> Non
         assert_idle(runtime)
 
 
+def test_waiting_for_another_question_counts_and_can_be_stopped(runtime: Runtime) -> None:
+    holding, release = threading.Event(), threading.Event()
+
+    def hold(_: dict[str, Any]) -> None:
+        holding.set()
+        release.wait(30)
+
+    first = threading.Thread(
+        target=runtime.ask, args=(pixels(0), "What is it?"), kwargs={"mode": "direct", "on_step": hold}
+    )
+    first.start()
+    try:
+        assert holding.wait(30)
+        with pytest.raises(HoverlensError, match=r"no answer within the deadline of 0\.1 s"):
+            runtime.ask(pixels(1), "What is it?", mode="direct", deadline_s=0.1)
+        cancel = CancelToken()
+        timer = threading.Timer(0.1, cancel.cancel)
+        timer.start()
+        with pytest.raises(Cancelled):
+            runtime.ask(pixels(1), "What is it?", mode="direct", cancel=cancel)
+    finally:
+        release.set()
+        first.join()
+
+
+def test_loading_the_model_counts_towards_the_deadline(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hoverlens.load(tiny_bundle, Profile(name="test", **SMALL)) as fresh:
+        load = fresh._mllm
+
+        def slow() -> Any:
+            time.sleep(0.3)
+            return load()
+
+        monkeypatch.setattr(fresh, "_mllm", slow)
+        with pytest.raises(HoverlensError, match="no answer within"):
+            fresh.ask(pixels(0), "What is it?", mode="direct", deadline_s=0.2)
+        monkeypatch.undo()
+        assert_idle(fresh)
+
+
 @pytest.mark.parametrize("deadline", [0, -1, float("nan"), float("inf")])
 def test_an_impossible_deadline_is_bad_input(runtime: Runtime, deadline: float) -> None:
     with pytest.raises(BadInput, match="deadline"):
