@@ -23,6 +23,7 @@ from ..runtime.gguf import Array, GGUFHeader
 from ..runtime.locks import path_lock
 from ..runtime.manifest import FORMAT, MANIFEST, ROLES, Accuracy, FileEntry, Manifest
 from ..runtime.mllm.files import check_pair, check_text_model
+from ..runtime.mllm.trial import try_load
 
 #: Tag in a GGUF file's ``general.tags`` that says its weights are random.
 RANDOM_TAG = "random-weights"
@@ -93,7 +94,8 @@ def assemble(
         progress: Called with (file, bytes copied of all files, bytes of all files).
 
     Raises:
-        BadInput: A file is not what its role needs, files do not fit, or ``out`` holds something else.
+        BadInput: A file is not what its role needs or makes llama.cpp crash, files do not fit, or ``out`` holds
+            something else.
         HoverlensError: Copying failed.
     """
     given = {
@@ -140,6 +142,9 @@ def assemble(
             own["source"] = (sources or {}).get(role) or own.get("source") or path.name
             own["licence"] = (licences or {}).get(role) or own.get("licence") or "unknown"
             entries[role] = FileEntry(path=target.name, sha256=digest, size=target.stat().st_size, **own)
+        if "mllm" in files:
+            # Only now are the digests known under which the trial is remembered for the bundle.
+            try_load(files["mllm"], files["mmproj"], entries["mllm"].sha256, entries["mmproj"].sha256)
         for text in licence_files:
             (folder / "licences").mkdir(exist_ok=True)
             _copy(Path(text), folder / "licences" / Path(text).name, lambda _: None)

@@ -746,11 +746,16 @@ def cache_law_check(bundle: str | None, deep: bool) -> CheckFunction:
 
 def _cached_states(bundle: Bundle, mllm: Path, mmproj: Path) -> Check:
     from .mllm.chat import ChatFormat
+    from .mllm.files import check_pair
     from .mllm.llamacpp import LlamaCppBackend, LlamaOptions
     from .mllm.selfcheck import TOLERANCE, check_cache_law
+    from .mllm.trial import try_load
 
+    files = bundle.manifest.files
     options = LlamaOptions(n_ctx=4096, image_max_tokens=bundle.manifest.image_max_tokens)
     try:
+        check_pair(mllm, mmproj)
+        try_load(mllm, mmproj, files["mllm"].sha256, files["mmproj"].sha256)
         backend = LlamaCppBackend(mllm, mmproj, options, identity=bundle.sha256)
         with backend:
             result = check_cache_law(backend, ChatFormat.from_template(backend.info.chat_template))

@@ -45,6 +45,8 @@ def libraries() -> tuple[Any, Any]:
     """
     global _lib, _mtmd, _log_callback
     if _lib is None:
+        # On a failed assertion ggml starts a debugger to print a trace, which may hang a board for minutes.
+        os.environ.setdefault("GGML_NO_BACKTRACE", "1")
         try:
             from llama_cpp import llama_cpp, mtmd_cpp
         except (ImportError, OSError, RuntimeError) as e:
