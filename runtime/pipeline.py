@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,14 +46,37 @@ DEFAULT_MODE = "uavmas"
 
 def check_mode(mode: str) -> None:
     """Raises BadInput for a mode that does not exist."""
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         raise BadInput(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
 
 
-def check_deadline(deadline_s: float | None) -> None:
-    """Raises BadInput for a deadline that is not a positive number of seconds."""
-    if deadline_s is not None and not (math.isfinite(deadline_s) and deadline_s > 0):
-        raise BadInput(f"the deadline is {deadline_s} s; it must be a positive number of seconds")
+def check_deadline(deadline_s: float | None) -> float | None:
+    """The deadline as a number of seconds that a timer takes: no more than it can wait.
+
+    Raises:
+        BadInput: It is not a positive number of seconds.
+    """
+    if deadline_s is None:
+        return None
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, numbers.Real):
+        raise BadInput(f"the deadline is {type(deadline_s).__name__}; it must be a positive number of seconds")
+    try:
+        seconds = float(deadline_s)
+    except OverflowError:  # of whole numbers alone
+        seconds = threading.TIMEOUT_MAX if deadline_s > 0 else -math.inf
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise BadInput(f"the deadline is {seconds} s; it must be a positive number of seconds")
+    return min(seconds, threading.TIMEOUT_MAX)
+
+
+def _check_hooks(on_step: object, trace: object, cancel: object) -> None:
+    """Raises BadInput for what could only fail in the middle of a question."""
+    if on_step is not None and not callable(on_step):
+        raise BadInput(f"on_step is {type(on_step).__name__}; pass a function of one step, or None")
+    if trace is not None and not isinstance(trace, Trace):
+        raise BadInput(f"trace is {type(trace).__name__}; pass a Trace, or None")
+    if cancel is not None and not isinstance(cancel, CancelToken):
+        raise BadInput(f"cancel is {type(cancel).__name__}; pass a CancelToken, or None")
 
 
 def ask(
@@ -82,12 +106,14 @@ def ask(
         called: When the deadline's time began to run, by ``time.perf_counter``; None means now.
 
     Raises:
-        BadInput: Unknown mode, impossible deadline, or a prompt longer than the context.
+        BadInput: Unknown mode, impossible deadline, an argument of the wrong type, or a prompt longer than the
+            context.
         Cancelled: ``cancel`` was set.
         HoverlensError: The model failed, or no answer came before the deadline.
     """
     check_mode(mode)
-    check_deadline(deadline_s)
+    deadline_s = check_deadline(deadline_s)
+    _check_hooks(on_step, trace, cancel)
     trace = trace or Trace()
     # The caller's token may stop this question; a deadline of this question must not set the caller's token.
     stop = CancelToken()

@@ -278,10 +278,33 @@ def test_loading_the_model_counts_towards_the_deadline(tiny_bundle: Bundle, monk
         assert_idle(fresh)
 
 
-@pytest.mark.parametrize("deadline", [0, -1, float("nan"), float("inf")])
-def test_an_impossible_deadline_is_bad_input(runtime: Runtime, deadline: float) -> None:
+@pytest.mark.parametrize(
+    "deadline", [0, -1, float("nan"), float("inf"), -(10**400), True, np.bool_(True), "5", [5], 5j, np.float32("nan")]
+)
+def test_an_impossible_deadline_is_bad_input(runtime: Runtime, deadline: Any) -> None:
     with pytest.raises(BadInput, match="deadline"):
         runtime.ask(pixels(0), "What is it?", mode="direct", deadline_s=deadline)
+
+
+@pytest.mark.parametrize("deadline", [np.float32(60), np.int64(60), 1e10, 1e300, 10**400])
+def test_a_deadline_may_be_any_positive_number(runtime: Runtime, deadline: Any) -> None:
+    assert runtime.ask(pixels(0), "What is it?", mode="direct", deadline_s=deadline).answer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"mode": ["direct"]}, "unknown mode"),
+        ({"mode": None}, "unknown mode"),
+        ({"on_step": 5}, "on_step is int"),
+        ({"trace": "t.jsonl"}, "trace is str"),
+        ({"trace": ""}, "trace is str"),
+        ({"cancel": threading.Event()}, "cancel is Event"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_bad_input(runtime: Runtime, wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        runtime.ask(pixels(0), "What is it?", **{"mode": "direct", **wrong})
 
 
 def test_an_unknown_mode_is_bad_input(runtime: Runtime) -> None:
