@@ -93,9 +93,19 @@ class Bundle:
             BadInput: A file is missing or differs.
         """
         for role in self.manifest.files:
-            problem = self._problem_of_presence(role) or self._problem_of_content(role, remembered_sha256)
-            if problem:
-                raise BadInput(problem)
+            self.check(role)
+
+    def check(self, role: str) -> Path:
+        """Checks a role's file as :meth:`verify` does. Costs next to nothing where it did not change.
+
+        Raises:
+            BadInput: The bundle has no such file, or it is missing or differs.
+        """
+        path = self.need(role)
+        problem = self._problem_of_presence(role) or self._problem_of_content(role, remembered_sha256)
+        if problem:
+            raise BadInput(problem)
+        return path
 
     def _problem_of_presence(self, role: str) -> str | None:
         entry = self.manifest.files[role]

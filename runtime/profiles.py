@@ -23,6 +23,7 @@ class Profile:
             that do not fit are dropped, least recently used first, and evaluated again when they are needed.
         n_sequences: Most branches in the cache at once.
         n_batch: Most tokens in a forward pass.
+        mmap: Map the MLLM's weights from its file; off, they are read into memory, and the file may change meanwhile.
         threads: CPU threads; None means one for each core that the process may use.
         temperature: Sampling temperature of free text; 0 is greedy.
         max_tokens: Most new tokens of one MLLM call.
@@ -37,6 +38,7 @@ class Profile:
     n_sequences: int = 64
     n_batch: int = 512
     threads: int | None = None
+    mmap: bool = True
     temperature: float = 0.0
     max_tokens: int = 256
     box_tokens: int = 64

@@ -238,7 +238,7 @@ class Runtime:
         from .mllm.trial import try_load
 
         p = self.profile
-        mllm, mmproj = self.bundle.need(role), self.bundle.need("mmproj")
+        mllm, mmproj = (self.bundle.check(r) for r in (role, "mmproj"))
         entries = [e for e in map(self.bundle.entry, (role, "mmproj")) if e is not None]
         check_pair(mllm, mmproj)
         try_load(mllm, mmproj, *(e.sha256 for e in entries))
@@ -253,6 +253,7 @@ class Runtime:
                 image_max_tokens=self.bundle.manifest.image_max_tokens,
                 share=self.share,
                 feature_cache_bytes=self.memory_plan().features,
+                use_mmap=p.mmap,
             ),
             identity="|".join(e.sha256 for e in entries),
             projector_of=projector_of,
@@ -268,7 +269,7 @@ class Runtime:
         if self._detector is None:
             from .perception.detector import Detector
 
-            path, entry = self.bundle.need("detector"), self.bundle.entry("detector")
+            path, entry = self.bundle.check("detector"), self.bundle.entry("detector")
             assert entry is not None
             self._detector = Detector.open(
                 path, entry.labels, entry.family, entry.preprocessing, threads=self.profile.threads
@@ -280,7 +281,7 @@ class Runtime:
         if self._depth is None:
             from .perception.depth import DepthModel
 
-            path, entry = self.bundle.need("depth"), self.bundle.entry("depth")
+            path, entry = self.bundle.check("depth"), self.bundle.entry("depth")
             assert entry is not None
             self._depth = DepthModel.open(
                 path,

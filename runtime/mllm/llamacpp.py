@@ -63,6 +63,8 @@ class LlamaOptions:
         share: Fork KV states and reuse features. Off, every request evaluates its whole prompt and
             encodes its images again.
         feature_cache_bytes: Most bytes of visual features kept for reuse; 0 keeps none.
+        use_mmap: Map the text model's file, so that its pages are shared and can be dropped. A file that is cut
+            short in place then ends the process; off, the weights are read into memory of the process's own.
     """
 
     n_ctx: int = 8192
@@ -75,6 +77,7 @@ class LlamaOptions:
     image_max_tokens: int | None = None
     share: bool = True
     feature_cache_bytes: int = 256 * 1024 * 1024
+    use_mmap: bool = True
 
 
 class LlamaState(State):
@@ -172,7 +175,7 @@ class LlamaCppBackend(Backend):
     def _load(self, mllm: Path, mmproj: Path | None, threads: int) -> None:
         options = self.options
         try:
-            self._model = model = Model(mllm, options.gpu_layers)
+            self._model = model = Model(mllm, options.gpu_layers, options.use_mmap)
             hold_interrupts.check()
             if mmproj is not None:
                 self._projector = Projector(
