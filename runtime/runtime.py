@@ -54,6 +54,7 @@ class Runtime:
         self.profile = profile_named(profile)
         self.share = share
         self._lock = threading.RLock()
+        self._pid = os.getpid()
         self._closed = False
         self._plan: MemoryPlan | None = None
         self._backend: LlamaCppBackend | None = None
@@ -137,6 +138,7 @@ class Runtime:
     @contextmanager
     def _turn(self, called: float, deadline_s: float | None, cancel: CancelToken | None) -> Iterator[None]:
         """Waits for the questions before this one, but not past its deadline and not once it is cancelled."""
+        self._check_process()
         while not self._lock.acquire(timeout=0.05):
             if cancel is not None:
                 cancel.check()
@@ -158,6 +160,7 @@ class Runtime:
             BadInput: The bundle has no detector, or an argument cannot be used.
         """
         picture = as_frame(frame)
+        self._check_process()
         with self._lock:
             return self._open_detector().detect(picture, **options)
 
@@ -168,6 +171,7 @@ class Runtime:
             BadInput: The bundle has no depth model.
         """
         picture = as_frame(frame)
+        self._check_process()
         with self._lock:
             return self._open_depth().estimate(picture)
 
@@ -209,6 +213,7 @@ class Runtime:
 
     def backend(self) -> Backend:
         """The MLLM, loaded if it was not. For tests and benchmarks; hold no states across questions."""
+        self._check_process()
         with self._lock:
             return self._mllm()[0]
 
@@ -296,8 +301,16 @@ class Runtime:
         if self._closed:
             raise HoverlensError("this runtime is closed; call hoverlens.load again")
 
+    def _check_process(self) -> None:
+        # A fork copies no threads: neither those that compute, nor the one that may hold the lock.
+        if os.getpid() != self._pid:
+            raise HoverlensError("this runtime was loaded before fork; load it in the child")
+
     def close(self) -> None:
         """Frees all models. Waits for a running question. May be called more than once."""
+        if os.getpid() != self._pid:
+            self._closed = True  # the models are the parent's; here they end with the process
+            return
         with self._lock:
             self._closed = True
             # The thinking model uses the other one's projector, so it goes first.

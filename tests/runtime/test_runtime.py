@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import hoverlens
 from hoverlens.runtime.bundle import Bundle
 from hoverlens.runtime.digest import sha256_file
-from hoverlens.runtime.errors import BadInput
+from hoverlens.runtime.errors import BadInput, HoverlensError
 from hoverlens.runtime.manifest import FileEntry, Manifest
 from hoverlens.runtime.mllm.llama_native import Model
 from hoverlens.runtime.profiles import Profile
@@ -91,4 +93,39 @@ def test_unmapped_weights_survive_a_file_cut_short_in_place(copy: Path) -> None:
     with hoverlens.load(copy, Profile(mmap=False, **SMALL)) as runtime:
         before = ask(runtime)
         os.truncate(runtime.bundle.need("mllm"), 1000)
+        assert ask(runtime) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_to_load_for_itself_even_while_the_parent_answers(tiny_bundle: Bundle) -> None:
+    uses: list[Callable[[], object]] = []
+    with hoverlens.load(tiny_bundle, Profile(**SMALL)) as runtime:
+        before = ask(runtime)
+        uses = [lambda: ask(runtime), lambda: runtime.detect(PICTURE), lambda: runtime.depth(PICTURE), runtime.backend]
+        held, done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with runtime._lock:
+                held.set()
+                done.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(10)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            told = 0
+            for use in uses:
+                try:
+                    use()
+                except HoverlensError as e:
+                    told += "before fork" in str(e)
+            runtime.close()
+            os._exit(100 + told)
+        _, status = os.waitpid(child, 0)
+        done.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(status) == 100 + len(uses)
         assert ask(runtime) == before
