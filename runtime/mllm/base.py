@@ -244,8 +244,8 @@ class Counters:
         decoded_tokens: Tokens drawn, end tokens included.
         forced_tokens: Tokens given, not drawn.
         evictions: Branches dropped from the cache, and requests put back in the queue, for lack of room.
-        recomputed_tokens: Tokens evaluated once more since they had been dropped (those of a prompt also
-            count as ``prefill_tokens``).
+        recomputed_tokens: Tokens evaluated once more since they had been dropped for lack of room (those of a
+            prompt also count as ``prefill_tokens``).
         batches: Forward passes over text.
         encode_s: Seconds in the vision encoder.
         prefill_s: Seconds on prompts.

@@ -80,7 +80,7 @@ class Node:
         end_position: Position of the first token after the path.
         holders: Sequences whose path includes this node.
         logits: float32 (n_vocab,), the model's output after the last token, where it was asked for.
-        evaluated: The item has been evaluated before, whether or not it is resident now.
+        lost: It was resident, and dropped for lack of room.
     """
 
     __slots__ = (
@@ -88,11 +88,11 @@ class Node:
         "children",
         "end_position",
         "end_tokens",
-        "evaluated",
         "holders",
         "item",
         "key",
         "logits",
+        "lost",
         "parent",
     )
 
@@ -105,7 +105,7 @@ class Node:
         self.holders: set[int] = set()
         self.children: WeakValueDictionary[bytes, Node] = WeakValueDictionary()
         self.logits: NDArray[np.float32] | None = None
-        self.evaluated = False
+        self.lost = False
 
     def child(self, item: Item) -> Node:
         """The node after ``item``; the same object for the same content while one is alive."""
@@ -236,10 +236,18 @@ class SequencePool:
         """Keeps the sequence for ``owner`` (with a method ``lost_sequence()``) after it is unpinned."""
         self._slots[seq].owner = owner
 
-    def release(self, seq: int) -> None:
-        """Frees the sequence and its share of the cells."""
+    def release(self, seq: int, lost: bool = False) -> None:
+        """Frees the sequence and its share of the cells.
+
+        Args:
+            seq: Which.
+            lost: For lack of room: somebody may still need what it held.
+        """
         slot = self._slots[seq]
+        held = slot.tip.path() if slot.tip is not None else []
         self.move(seq, None)
+        for node in held:
+            node.lost = lost and not node.holders
         slot.owner = None
         slot.pins = 0
         self.drop(seq)
@@ -259,7 +267,7 @@ class SequencePool:
         if best is None:
             return False
         owner = self._slots[best].owner
-        self.release(best)
+        self.release(best, lost=True)
         owner.lost_sequence()
         self.evictions += 1
         return True
@@ -295,6 +303,7 @@ class SequencePool:
                     self._path_cells += node.item.n_tokens  # type: ignore[union-attr]
                 copy.sharers += 1
                 node.holders.add(seq)
+                node.lost = False
         slot.tip = tip
         self._clock += 1
         slot.used = self._clock

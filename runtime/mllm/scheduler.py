@@ -329,7 +329,7 @@ class Schedule:
             job.was_fed = max(job.was_fed, job.fed)
             if not job.started:
                 job.prefilled = 0
-            free(self._engine, job)
+            free(self._engine, job, lost=True)
             self._active.remove(job)
             self._pending.appendleft(job)
             self._counters.evictions += 1
@@ -481,7 +481,7 @@ class Schedule:
 
     def _book(self, job: Job, node: Node, count: int) -> None:
         """Counts evaluated tokens of a prompt node."""
-        if node.evaluated and self._engine.share:
+        if node.lost:
             self._counters.recomputed_tokens += count
         if not job.started:
             job.prefilled += count
@@ -489,7 +489,6 @@ class Schedule:
     def _hold(self, job: Job, node: Node) -> None:
         """A job's sequence now reaches to ``node``."""
         assert job.seq is not None
-        node.evaluated = True
         self._pool.move(job.seq, node)
 
     def _advance(self, job: Job, first: int, count: int) -> None:
@@ -641,7 +640,6 @@ def complete(engine: Engine, job: Job) -> None:
     held = node = job.tip
     if job.fed:
         held = node = node.child(TokenRun(tuple(job.feed[: job.fed])))
-        held.evaluated = True
     if job.feed[job.fed :]:
         node = node.child(TokenRun(tuple(job.feed[job.fed :])))
     owner.node = node
@@ -657,10 +655,10 @@ def complete(engine: Engine, job: Job) -> None:
     owner.seq, job.seq, job.fed = job.seq, None, 0
 
 
-def free(engine: Engine, job: Job) -> None:
-    """Frees what a job holds in the cache; it may start again."""
+def free(engine: Engine, job: Job, lost: bool = False) -> None:
+    """Frees what a job holds in the cache; it may start again, which ``lost`` says that it will."""
     if job.seq is not None:
         engine.pool.extra_cells -= job.fed + job.offset
-        engine.pool.release(job.seq)
+        engine.pool.release(job.seq, lost)
         job.seq, job.fed, job.offset = None, 0, 0
         job.missing = deque()

@@ -248,7 +248,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.forget(seq)
             self.used(seq)
 
-    @rule(n=st.integers(0, 40), data=st.data())
+    @rule(n=st.integers(1, 40), data=st.data())
     def reserve(self, n: int, data: st.DataObject) -> None:
         spare = self.spared(data)
         evictable = self.evictable(spare)
