@@ -149,7 +149,7 @@ def ask(
         settings = replace(settings, kv_budget_mb=kv_budget_mb)
     with stdout_for_results_only():
         frame = read_frame(image, at_s)
-        answer, no_overlay = interruptible(
+        answer, unwritten = interruptible(
             lambda cancel: _answer(
                 frame,
                 asked,
@@ -170,9 +170,11 @@ def ask(
         click.echo(answer_text(answer))
     for warning in () if is_quiet() else answer.warnings:
         click.echo(f"warning: {error_line(warning)}", err=True)
-    if no_overlay is not None:
-        # The answer has been paid for; it is shown although the picture is not there.
-        raise no_overlay
+    if unwritten:
+        # The answer has been paid for; it is shown although a file is not there.
+        for problem in unwritten[:-1]:
+            click.echo(f"hoverlens: {error_line(str(problem))}", err=True)
+        raise unwritten[-1]
 
 
 def check_outputs(image: str, trace_path: str | None, overlay_path: str | None) -> None:
@@ -225,12 +227,13 @@ def _answer(
     trace_path: str | None,
     overlay_path: str | None,
     cancel: CancelToken,
-) -> tuple[Answer, HoverlensError | None]:
-    """The answer, and why there is no overlay if one was asked for and could not be made."""
+) -> tuple[Answer, list[HoverlensError]]:
+    """The answer, and why the trace or the overlay, if asked for, could not be written."""
     from . import load
     from .runtime.files import atomic_write_text
     from .runtime.trace import Trace
 
+    unwritten: list[HoverlensError] = []
     with load(bundle, profile=profile, share=share) as runtime:
         trace = Trace()
         try:
@@ -247,13 +250,16 @@ def _answer(
         finally:
             # A question that never began, since a model did not load, leaves no trace.
             if trace_path is not None and len(trace.events) > 1:
-                atomic_write_text(trace_path, trace.to_text())
+                try:
+                    atomic_write_text(trace_path, trace.to_text())
+                except HoverlensError as e:
+                    unwritten.append(e)
         try:
             if overlay_path is not None:
                 write_overlay(overlay_path, runtime, frame, asked.text, answer)
         except HoverlensError as e:
-            return answer, e
-    return answer, None
+            unwritten.append(e)
+    return answer, unwritten
 
 
 def write_overlay(path: str, runtime: Runtime, frame: Frame, question: str, answer: Answer) -> None:

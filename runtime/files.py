@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -9,7 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .errors import BadInput
+from .errors import BadInput, HoverlensError
+
+# Not the choice of the place: the work failed.
+_BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def check_writable(path: str | os.PathLike[str], what: str) -> Path:
@@ -20,10 +24,22 @@ def check_writable(path: str | os.PathLike[str], what: str) -> Path:
         what: What it will hold, for the message (``the trace``).
 
     Raises:
-        BadInput: The folder is missing or not writable, or ``path`` is a folder.
+        BadInput: The folder is missing or not writable, or ``path`` is a folder or cannot be a file's.
     """
     target = Path(path)
     folder = target.parent
+    try:
+        os.stat(target)
+        gone = False
+    except (FileNotFoundError, NotADirectoryError):
+        # A deleted folder can still be stood in.
+        gone = folder.is_dir() and folder.stat().st_nlink == 0
+    except OSError as e:  # a loop of links, a name that is too long
+        raise BadInput(f"cannot write {what} {str(path)!r}: {e.strerror}; name another file") from None
+    except ValueError:
+        raise BadInput(f"cannot write {what} {str(path)!r}: that is no file name; name another file") from None
+    if gone:
+        raise BadInput(f"cannot write {what} {target}: folder {folder} was deleted; choose another")
     if not str(path) or target.is_dir():
         raise BadInput(f"cannot write {what} {str(path)!r}: it is a folder; name a file")
     if is_special(target):
@@ -48,21 +64,22 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     A link keeps pointing where it did. Devices and pipes are written into.
 
     Raises:
-        BadInput: The folder is missing or not writable.
+        BadInput: The folder is missing or not writable, or ``path`` is a loop of links.
+        HoverlensError: The disk is full or broken.
     """
     target = Path(path)
-    if is_special(target):
-        try:
+    try:
+        if is_special(target):
             with target.open("wb") as special:
                 special.write(data)
-        except OSError as e:
-            raise BadInput(f"cannot write {target}: {e.strerror}; choose another place") from None
-        return
-    target = Path(os.path.realpath(target))
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+            return
+        target = Path(os.path.realpath(target))
+        if target.is_symlink():  # realpath gives up on a loop
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        # Cut, or the longest names that a file may have would not fit.
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:40]}.", suffix=".part", dir=target.parent)
     except OSError as e:
-        raise BadInput(f"cannot write {target}: {e.strerror}; choose another folder") from None
+        raise _not_written(target, e) from None
     try:
         with os.fdopen(handle, "wb") as f:
             f.write(data)
@@ -76,8 +93,14 @@ def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     except BaseException as e:
         os.unlink(temporary)
         if isinstance(e, OSError):
-            raise BadInput(f"cannot write {target}: {e.strerror}; choose another place") from None
+            raise _not_written(target, e) from None
         raise
+
+
+def _not_written(target: Path, error: OSError) -> HoverlensError:
+    if error.errno in _BROKEN:
+        return HoverlensError(f"cannot write {target}: {error.strerror}; free some space or choose another disk")
+    return BadInput(f"cannot write {target}: {error.strerror}; choose another place")
 
 
 def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:

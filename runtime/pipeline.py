@@ -50,7 +50,7 @@ def check_mode(mode: str) -> None:
         raise BadInput(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
 
 
-def check_deadline(deadline_s: float | None) -> float | None:
+def check_deadline(deadline_s: object) -> float | None:
     """The deadline as a number of seconds that a timer takes: no more than it can wait.
 
     Raises:
@@ -63,7 +63,7 @@ def check_deadline(deadline_s: float | None) -> float | None:
     try:
         seconds = float(deadline_s)
     except OverflowError:  # of whole numbers alone
-        seconds = threading.TIMEOUT_MAX if deadline_s > 0 else -math.inf
+        seconds = -math.inf if deadline_s < 0 else threading.TIMEOUT_MAX
     if not (math.isfinite(seconds) and seconds > 0):
         raise BadInput(f"the deadline is {seconds} s; it must be a positive number of seconds")
     return min(seconds, threading.TIMEOUT_MAX)

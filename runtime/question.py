@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -37,6 +37,16 @@ class Question:
     options: tuple[str, ...] = ()
     kind: Kind = "text"
 
+    def __post_init__(self) -> None:
+        """Refuses what :meth:`make` would refuse or change: whoever holds a question holds a good one."""
+        if self.kind is None:
+            raise BadInput(f"unknown question kind None; use one of {', '.join(KINDS)}")
+        text, options, _ = _checked(self.text, self.options, self.kind)
+        if not isinstance(self.options, tuple) or self.options != options:
+            raise BadInput("options are not a tuple of stripped strings; use Question.make, which makes them so")
+        if self.text != text:
+            raise BadInput("the question is not stripped or has line ends of another kind; use Question.make")
+
     @classmethod
     def make(cls, text: str, options: Sequence[str] | None = None, kind: str | None = None) -> Question:
         """Checks and builds a question.
@@ -50,35 +60,41 @@ class Question:
             BadInput: Empty or over-long text, control characters, empty or repeated options, an unknown
                 kind, or a kind that does not fit the options.
         """
-        text = _clean(text, "the question", MAX_QUESTION_CHARS)
-        given = [] if options is None else _listed(options)
-        if len(given) > MAX_OPTIONS:
-            raise BadInput(f"{len(given)} options given; at most {MAX_OPTIONS} are taken")
-        cleaned = [_clean(o, f"option {i}", MAX_OPTION_CHARS) for i, o in enumerate(given, 1)]
-        seen: dict[str, int] = {}
-        for i, option in enumerate(cleaned, 1):
-            key = option.casefold()
-            if key in seen:
-                raise BadInput(f"option {i} ({option!r}) repeats option {seen[key]}; options must differ")
-            seen[key] = i
-        if kind is None:
-            kind = "option" if cleaned else "text"
-        if kind not in KINDS:
-            raise BadInput(f"unknown question kind {kind!r}; use one of {', '.join(KINDS)}")
-        if kind in ("option", "options") and len(cleaned) < (2 if kind == "option" else 1):
-            raise BadInput(
-                f"kind {kind!r} needs {'two or more options' if kind == 'option' else 'an option'}, "
-                f"found {len(cleaned)}; add --option A --option B"
-            )
-        if kind in ("box", "text") and cleaned:
-            raise BadInput(f"kind {kind!r} takes no options, found {len(cleaned)}; leave them out")
-        return cls(text=text, options=tuple(cleaned), kind=kind)  # type: ignore[arg-type]
+        text, cleaned, kind = _checked(text, options, kind)
+        return cls(text=text, options=cleaned, kind=kind)  # type: ignore[arg-type]
+
+
+def _checked(text: object, options: object, kind: object) -> tuple[str, tuple[str, ...], str]:
+    """The three as a question holds them."""
+    text = _clean(text, "the question", MAX_QUESTION_CHARS)
+    given = [] if options is None else _listed(options)
+    if len(given) > MAX_OPTIONS:
+        raise BadInput(f"{len(given)} options given; at most {MAX_OPTIONS} are taken")
+    cleaned = [_clean(o, f"option {i}", MAX_OPTION_CHARS) for i, o in enumerate(given, 1)]
+    seen: dict[str, int] = {}
+    for i, option in enumerate(cleaned, 1):
+        key = option.casefold()
+        if key in seen:
+            raise BadInput(f"option {i} ({option!r}) repeats option {seen[key]}; options must differ")
+        seen[key] = i
+    if kind is None:
+        kind = "option" if cleaned else "text"
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise BadInput(f"unknown question kind {kind!r}; use one of {', '.join(KINDS)}")
+    if kind in ("option", "options") and len(cleaned) < (2 if kind == "option" else 1):
+        raise BadInput(
+            f"kind {kind!r} needs {'two or more options' if kind == 'option' else 'an option'}, "
+            f"found {len(cleaned)}; add --option A --option B"
+        )
+    if kind in ("box", "text") and cleaned:
+        raise BadInput(f"kind {kind!r} takes no options, found {len(cleaned)}; leave them out")
+    return text, tuple(cleaned), kind
 
 
 def _listed(options: object) -> list[object]:
     if isinstance(options, str):
         raise BadInput("options are one string; pass a list of strings, one for each option")
-    if not isinstance(options, Iterable) or isinstance(options, (bytes, Mapping)):
+    if not isinstance(options, Iterable) or isinstance(options, (bytes, bytearray, Mapping, Set)):
         raise BadInput(f"options are {type(options).__name__}; pass a list of strings, one for each option")
     return list(options)
 

@@ -142,6 +142,16 @@ def test_the_trace_is_written(runtime: FakeRuntime, photo: Path, tmp_path: Path)
     assert events[:2] == ["trace", "question"]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_the_answer_is_shown_although_the_trace_cannot_be_written(runtime: FakeRuntime, photo: Path) -> None:
+    result = ask(photo, "What?", "--trace", "/dev/full", "-q")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[0] == "yes"
+    assert result.stderr.startswith("hoverlens: cannot write /dev/full: No space left")
+    runtime.error = BadInput("the question failed")
+    assert "the question failed" in ask(photo, "What?", "--trace", "/dev/full").stderr
+
+
 def test_a_models_control_characters_do_not_reach_the_terminal(runtime: FakeRuntime, photo: Path) -> None:
     runtime.answer_text = "a\x1b[2Jb\ud800\u202ec"
     result = ask(photo, "What?")
@@ -220,6 +230,8 @@ def test_bad_bytes_on_standard_input(runtime: FakeRuntime, data: bytes) -> None:
         ("q", "--trace", "missing/folder/t.jsonl"),
         ("q", "--trace", "."),
         ("q", "--trace", ""),
+        ("q", "--trace", "x" * 256),
+        ("q", "--overlay", "x" * 256 + ".png"),
         ("q", "--trace", "photo.png"),
         ("q", "--overlay", "missing/o.png"),
         ("q", "--overlay", "o.txt"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hoverlens.runtime.errors import BadInput
+from hoverlens.runtime.errors import BadInput, HoverlensError
 from hoverlens.runtime.files import atomic_write_bytes, check_writable, write_json
 
 
@@ -37,8 +37,9 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(BadInput, match="No space left"):
+    with pytest.raises(HoverlensError, match="No space left") as error:
         atomic_write_bytes(path, b"new")
+    assert error.value.exit_status == 1
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a"]
 
@@ -53,7 +54,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["", "missing/x", "."])
+@pytest.mark.parametrize("name", ["", "missing/x", ".", "x" * 256, "a\0b"])
 def test_places_that_cannot_be_written_are_found_before_the_work(tmp_path: Path, name: str) -> None:
     path = f"{tmp_path}/{name}" if name else ""
     with pytest.raises(BadInput, match="cannot write the trace"):
@@ -92,3 +93,39 @@ def test_links_keep_pointing_where_they_did(tmp_path: Path) -> None:
     atomic_write_bytes(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "folder" / "file").read_bytes() == b"new"
+
+
+def test_a_loop_of_links_is_refused_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(BadInput, match="symbolic links"):
+        check_writable(tmp_path / "a", "the trace")
+    with pytest.raises(BadInput, match="symbolic links"):
+        atomic_write_bytes(tmp_path / "a", b"new")
+    assert (tmp_path / "a").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "ä" * 127])
+def test_the_longest_names_can_be_written(tmp_path: Path, name: str) -> None:
+    atomic_write_bytes(check_writable(tmp_path / name, "the trace"), b"new")
+    assert (tmp_path / name).read_bytes() == b"new"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_no_bad_input() -> None:
+    with pytest.raises(HoverlensError, match="No space left") as error:
+        atomic_write_bytes("/dev/full", b"x")
+    assert error.value.exit_status == 1
+
+
+def test_a_deleted_folder_is_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(BadInput, match="cannot write"):
+        atomic_write_bytes("t.jsonl", b"new")
+    if os.stat(".").st_nlink == 0:
+        with pytest.raises(BadInput, match="was deleted"):
+            check_writable("t.jsonl", "the trace")

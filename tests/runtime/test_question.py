@@ -88,6 +88,8 @@ def test_text_is_stripped_and_line_ends_are_one_kind() -> None:
         (("q", 5), "options are int"),
         (("q", {"a": 1, "b": 2}), "options are dict"),
         (("q", b"ab"), "options are bytes"),
+        (("q", {"a", "b"}), "options are set; pass a list"),
+        (("q", {"a": 1, "b": 2}.keys()), "options are dict_keys; pass a list"),
         (("q", ["a", 5]), "option 2 is int"),
         (("q", ["a", ""]), "option 2 is empty"),
         (("q", ["a", "b", "a"]), "option 3 .* repeats option 1"),
@@ -110,6 +112,28 @@ def test_what_cannot_be_asked_is_said_in_one_line(arguments: tuple[Any, ...], wo
         Question.make(*arguments)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("",), "the question is empty"),
+        ((5,), "the question is int"),
+        ((" q",), "not stripped"),
+        (("q\r\nr",), "not stripped"),
+        (("q", ["a", "b"], "option"), "not a tuple"),
+        (("q", {"a", "b"}, "option"), "options are set"),
+        (("q", ("a", " b"), "option"), "not a tuple of stripped"),
+        (("q", ("a", "b")), "takes no options"),
+        (("q", None), "not a tuple"),
+        (("q", (), None), "unknown question kind None"),
+        (("q", (), ["text"]), "unknown question kind"),
+        (("q", (), "option"), "two or more options"),
+    ],
+)
+def test_a_question_built_directly_is_checked_too(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        Question(*arguments)
 
 
 def test_limits_themselves_are_accepted() -> None:
