@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal
 
@@ -15,6 +16,10 @@ FORMAT: Final = 1
 MANIFEST = "manifest.json"
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+#: No control characters, and none that make a line read otherwise than it is written.
+Line = Annotated[
+    str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]+$")
+]
 Role = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 
 #: What each file is for.
@@ -69,6 +74,10 @@ class FileEntry(_Lenient):
     @field_validator("path")
     @classmethod
     def _stays_inside(cls, value: str) -> str:
+        try:
+            os.fsencode(value)
+        except UnicodeEncodeError:  # half characters
+            raise ValueError(f"path {value!r} cannot be a file's name") from None
         path = PurePosixPath(value)
         outside = path.is_absolute() or ".." in path.parts or not path.parts
         # Backslash and colon would climb on Windows, where the same bundle may be opened.
@@ -104,12 +113,12 @@ class Manifest(_Lenient):
     """
 
     format: Literal[1] = 1
-    name: Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$")]
+    name: Annotated[Line, StringConstraints(min_length=1, max_length=200)]
     created: str | None = None
     note: str = ""
     files: dict[Role, FileEntry] = Field(min_length=1)
     tools: dict[str, str] = {}
-    prompt_template: str | None = None
+    prompt_template: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
     image_min_tokens: int | None = Field(default=None, ge=1)
     image_max_tokens: int | None = Field(default=None, ge=1)
     accuracy: Accuracy | None = None

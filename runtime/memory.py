@@ -11,6 +11,7 @@ copies and show in the resident size, but the kernel takes them back whenever it
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -99,7 +100,7 @@ def plan_memory(
         n_sequences: Most branches in the cache at once.
 
     Raises:
-        BadInput: A file is no GGUF.
+        BadInput: A file is no GGUF, or a size in it is no number.
     """
     text = _Text(read_gguf_header(mllm))
     n_ctx = min(n_ctx, text.context or n_ctx)
@@ -197,9 +198,15 @@ def _vision(header: GGUFHeader, tokens: int, out: int) -> int:
 def _int(header: GGUFHeader, key: str, default: int) -> int:
     value = header.get(key, default)
     if isinstance(value, Array):  # a value for each layer
-        numbers = [int(v) for v in value.first if isinstance(v, (int, float))]
+        numbers = [_whole(v, key) for v in value.first if isinstance(v, (int, float))]
         return max(numbers, default=default)
-    return int(value) if isinstance(value, (int, float)) else default
+    return _whole(value, key) if isinstance(value, (int, float)) else default
+
+
+def _whole(value: float, key: str) -> int:
+    if not math.isfinite(value):
+        raise BadInput(f"the model's {key.removeprefix('{arch}.')} is {value}; its file is damaged, export it again")
+    return int(value)
 
 
 def available_bytes(proc: str | os.PathLike[str] = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..errors import BadInput
 
+MAX_FIXED_BATCH = 256
 ENGINE_SUFFIXES = (".engine", ".plan")
 TENSORRT_NAMES = {"tensorrt", "trt", "tensorrtexecutionprovider"}
 
@@ -71,6 +72,21 @@ class Engine(Protocol):
     def close(self) -> None:
         """Frees the engine. May be called more than once."""
         ...
+
+
+def check_batch(engine: Engine, image: TensorSpec) -> None:
+    """Refuses a model whose fixed batch would only waste memory: each run must fill it.
+
+    Raises:
+        BadInput: It takes more than :data:`MAX_FIXED_BATCH` pictures at once.
+    """
+    views = image.fixed(1) if image.rank == 5 else None
+    pictures = (image.fixed(0) or 1) * (views or 1)
+    if pictures > MAX_FIXED_BATCH:
+        raise BadInput(
+            f"{engine.name} takes {pictures} pictures in each run ({image.describe()}); at most {MAX_FIXED_BATCH} "
+            "are given, so export it again with a batch of 1"
+        )
 
 
 def check_feeds(name: str, inputs: tuple[TensorSpec, ...], feeds: Mapping[str, NDArray[Any]]) -> None:

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from ..boxes import Boxes, Space
 from ..engines import Engine, TensorSpec, open_engine
+from ..engines.base import check_batch
 from ..errors import BadInput
 from ..frame import Frame
 from .preprocess import Preprocessing
@@ -345,6 +346,7 @@ class DepthModel:
             if value is not None and value not in get_args(allowed):
                 raise BadInput(f"depth: {key} is {value!r}, needed one of {', '.join(get_args(allowed))}")
         image = _image_input(engine)
+        check_batch(engine, image)
         plain = _is_monodepth(engine)
         size, multiple = _input_size(image, plain)
         usual = (

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ...kernels import nms
 from ..boxes import Boxes, Space
 from ..engines import Engine, TensorSpec, open_engine
+from ..engines.base import check_batch
 from ..errors import BadInput
 from ..frame import Frame
 from ..geometry import Letterbox
@@ -103,6 +104,7 @@ class Detector:
         names = load_labels(labels) or names_from_metadata(engine.metadata)
         given = preprocessing if preprocessing is not None else own.get("preprocessing")
         image, _ = _inputs(engine)
+        check_batch(engine, image)
         size, layout = _input_size(image, engine.metadata)
         if isinstance(given, Preprocessing):
             size = given.size
@@ -213,6 +215,11 @@ class Detector:
                 batch = np.concatenate([batch, missing])
             outputs = _feed(self.engine, batch, self._image, self._sizes, self.size)
             raws = self.family.decode(outputs, self.size, low)
+            if len(raws) < len(part):
+                raise BadInput(
+                    f"{self.engine.name} gives detections of {len(raws)} pictures for {len(batch)}; export it again "
+                    "with a batch of 1"
+                )
             out += [_place(r, b) for r, b in zip(raws[: len(part)], letterboxes, strict=True)]
         return out
 
@@ -340,7 +347,7 @@ def _input_size(image: TensorSpec, metadata: Mapping[str, str]) -> tuple[tuple[i
         imgsz = json.loads(metadata.get("imgsz", "null"))
     except ValueError:
         imgsz = None
-    if not (isinstance(imgsz, list) and len(imgsz) == 2 and all(isinstance(v, int) and v > 0 for v in imgsz)):
+    if not (isinstance(imgsz, list) and len(imgsz) == 2 and all(type(v) is int and v > 0 for v in imgsz)):
         imgsz = [DEFAULT_SIDE, DEFAULT_SIDE]
     return (w or imgsz[1], h or imgsz[0]), layout
 

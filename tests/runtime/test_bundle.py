@@ -51,6 +51,28 @@ def folder(tmp_path: Path) -> Path:
     return write(tmp_path / "bundle")
 
 
+@pytest.mark.parametrize("name", ["a\x7fb", "a\x9bb", "a\u202eb", "a\u2028b", "a\nb", "a\ud800", ""])
+def test_names_that_could_steer_a_terminal_are_refused(tmp_path: Path, name: str) -> None:
+    assert "name" in refused(write(tmp_path / "b", {**document(), "name": name}))
+
+
+def test_a_name_may_be_of_any_script(tmp_path: Path) -> None:
+    name = "Drohne — 无人机 é"
+    assert Bundle.open(write(tmp_path / "b", {**document(), "name": name})).name == name
+
+
+@pytest.mark.parametrize("path", ["\ud800", "a\0b", "x" * 256])
+def test_paths_that_no_file_can_have_are_refused(tmp_path: Path, path: str) -> None:
+    found = document()
+    found["files"]["mllm"]["path"] = path
+    assert refused(write(tmp_path / "b", found))
+
+
+@pytest.mark.parametrize("version", ["a\0b", "../v1", "\ud800", "", "v1\n"])
+def test_a_prompt_version_is_a_plain_word(tmp_path: Path, version: str) -> None:
+    assert "prompt_template" in refused(write(tmp_path / "b", {**document(), "prompt_template": version}))
+
+
 def refused(path: Path, verify: bool = True) -> str:
     with pytest.raises(BadInput) as e:
         Bundle.open(path, verify=verify)

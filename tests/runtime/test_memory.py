@@ -30,6 +30,8 @@ def gguf(path: Path, values: Mapping[str, Any], size: int = 5000) -> Path:
             kind = 8 if isinstance(value[0], str) else 4
             body += struct.pack("<IIQ", 9, kind, len(value))
             body += b"".join(text(v) if kind == 8 else struct.pack("<I", v) for v in value)
+        elif isinstance(value, float):
+            body += struct.pack("<If", 6, value)
         else:
             body += struct.pack("<II", 4, value)
     data = b"GGUF" + struct.pack("<IQQ", 3, 0, len(values)) + body
@@ -70,6 +72,14 @@ def projector(tmp_path: Path) -> Path:
 def test_keys_and_values_take_two_bytes_each(model: Path) -> None:
     """28 layers x 8 heads x (128 + 128) x 2 bytes = 114,688 bytes a token, as Qwen3-VL-2B has it."""
     assert plan_memory(model, None, 2048, 512).kv == 2048 * 114_688
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("key", ["context_length", "embedding_length", "attention.head_count"])
+def test_a_size_that_is_no_number_is_refused(tmp_path: Path, key: str, value: float) -> None:
+    path = gguf(tmp_path / "bad.gguf", {**MODEL, f"qwen3vl.{key}": value})
+    with pytest.raises(BadInput, match=f"{key} is"):
+        plan_memory(path, None, 2048, 512)
 
 
 def test_no_more_context_is_planned_than_the_model_has(model: Path) -> None:

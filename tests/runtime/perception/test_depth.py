@@ -275,6 +275,12 @@ def test_height_needs_ground_to_be_seen() -> None:
         m.height_above_ground(at((0, 0, 1, 1)), altitude=-1)
 
 
+def test_a_huge_fixed_batch_is_refused_before_it_is_filled(make_model: Callable[..., Path]) -> None:
+    path = make_model({"depth": np.ones((1, 64, 64), np.float32)}, input_shape=(100_000, 3, 64, 64))
+    with pytest.raises(BadInput, match="takes 100000 pictures"):
+        DepthModel.open(path)
+
+
 # -- real photos -----------------------------------------------------------------------------------
 
 

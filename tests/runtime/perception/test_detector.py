@@ -260,6 +260,28 @@ def test_a_model_with_other_inputs_is_refused(make_model: MakeModel) -> None:
 # -- real models ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("text", ["[true, true]", "[64]", "[1e400, 2]", "[[1], 2]"])
+def test_an_imgsz_that_is_no_size_is_left_out(make_model: MakeModel, text: str) -> None:
+    path = make_model(**FAMILIES["end2end"], input_shape=SHAPE, open_size=True, metadata={"imgsz": text})
+    assert Detector.open(path).size == (640, 640)
+
+
+def test_outputs_of_fewer_pictures_than_were_given_are_told(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Detector.open(make_model(**FAMILIES["end2end"], input_shape=SHAPE, dynamic=True)) as detector:
+        run = detector.engine.run
+        monkeypatch.setattr(detector.engine, "run", lambda feeds: {k: v[:1] for k, v in run(feeds).items()})
+        assert len(detector.detect(FRAME)) == 1
+        with pytest.raises(BadInput, match="of 1 pictures for 2"):
+            detector.detect_batch([FRAME, FRAME])
+
+
+def test_a_huge_fixed_batch_is_refused_before_it_is_filled(make_model: MakeModel) -> None:
+    with pytest.raises(BadInput, match="takes 100000 pictures"):
+        Detector.open(make_model(**FAMILIES["end2end"], input_shape=(100_000, *SHAPE[1:])))
+
+
 @pytest.fixture(scope="session")
 def model(shared_data: Path) -> Callable[[str], Detector]:
     return lambda name: Detector.open(shared_data / "models" / name, threads=1)
