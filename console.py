@@ -105,11 +105,26 @@ class Root(Verbs):
             debug_traceback()
             if isinstance(e, OSError) and e.errno in FULL:
                 fail(f"hoverlens: cannot write the result: {e.strerror}; free some space", 1)
+            if isinstance(e, OSError) and (reason := _file_problem(e)):
+                fail(f"hoverlens: {error_line(reason)}", 2)
             fail(
                 f"hoverlens: internal error: {type(e).__name__}: {error_line(str(e))}; "
                 "set HOVERLENS_DEBUG=1 for the traceback and report it",
                 1,
             )
+
+
+def _file_problem(error: OSError) -> str | None:
+    """What is wrong with the file that an error names, or with the working directory."""
+    if error.filename is not None:
+        path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else error.filename
+        return f"cannot read or write {path}: {error.strerror}; check the path"
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except OSError:
+            return "the working directory was deleted; change to another"
+    return None
 
 
 _verbosity = 0

@@ -24,6 +24,7 @@ from ..runtime.locks import path_lock
 from ..runtime.manifest import FORMAT, MANIFEST, ROLES, Accuracy, FileEntry, Manifest
 from ..runtime.mllm.files import check_pair, check_text_model
 from ..runtime.mllm.trial import try_load
+from ..runtime.paths import full_path
 
 #: Tag in a GGUF file's ``general.tags`` that says its weights are random.
 RANDOM_TAG = "random-weights"
@@ -106,7 +107,7 @@ def assemble(
         "mllm_thinking": mllm_thinking,
         "calibration": calibration,
     }
-    files = {role: Path(path).expanduser() for role, path in given.items() if path is not None}
+    files = {role: full_path(path) for role, path in given.items() if path is not None}
     _check_roles(files, labels, licences, sources)
     headers = _check_gguf(files)
     facts: dict[str, dict[str, Any]] = {role: gguf_facts(header) for role, header in headers.items()}
@@ -208,7 +209,7 @@ def new_bundle(out: str | os.PathLike[str]) -> Iterator[Path]:
         BadInput: ``out`` holds something that is no bundle, or cannot be made.
         HoverlensError: Writing failed.
     """
-    target = Path(out).expanduser().absolute()
+    target = full_path(out)
     check_replaceable(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..runtime.errors import BadInput, HoverlensError
 from ..runtime.locks import path_lock
+from ..runtime.paths import full_path
 
 
 def check_output(out: str | os.PathLike[str], marker: str, what: str) -> Path:
@@ -23,7 +24,7 @@ def check_output(out: str | os.PathLike[str], marker: str, what: str) -> Path:
     Raises:
         BadInput: It holds something else, or cannot be written.
     """
-    target = Path(out).expanduser().absolute()
+    target = full_path(out)
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise BadInput(f"{target} exists and is no folder; name another with -o")
     if target.is_dir() and not (target / marker).is_file() and any(target.iterdir()):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from .digest import remembered_sha256, sha256_file
 from .errors import BadInput
 from .manifest import FORMAT, MANIFEST, FileEntry, Manifest
-from .paths import nano_bundle_dir, random_bundle_dir
+from .paths import full_path, nano_bundle_dir, random_bundle_dir
 
 _MAX_MANIFEST = 4 << 20
 
@@ -46,7 +46,7 @@ class Bundle:
         Raises:
             BadInput: No bundle, a manifest that cannot be used, or a file missing or changed.
         """
-        folder = Path(path).expanduser().absolute()
+        folder = full_path(path)
         bundle = cls(folder, read_manifest(folder))
         for role in bundle.manifest.files:
             problem = bundle._problem_of_presence(role)
@@ -191,7 +191,7 @@ def verify_bundle(path: str | os.PathLike[str], progress: Callable[[str, int, in
     Raises:
         BadInput: There is no bundle, or its manifest cannot be used.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = full_path(path)
     bundle = Bundle(folder, read_manifest(folder))
     total = sum(e.size for e in bundle.manifest.files.values())
     done = 0

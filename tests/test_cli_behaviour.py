@@ -300,3 +300,56 @@ def test_file_names_that_are_no_text_are_reported() -> None:
     done = program("inspect", b"caf\xe9.jpg")  # type: ignore[arg-type]
     assert done.returncode == 2
     assert done.stderr.count(b"\n") == 1
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", LONG),
+        ("bundle", "info", LONG),
+        ("bundle", "info", "~no-such-user/x"),
+        ("bundle", "verify", LONG),
+        ("ask", "photo.png", "what?", "--bundle", LONG),
+        ("ask", "photo.png", "what?", "--bundle", "~no-such-user/x"),
+        ("bundle", "assemble", "--mllm", LONG, "--mmproj", LONG, "-o", "new"),
+        ("bundle", "assemble", "--mllm", "photo.png", "--mmproj", "photo.png", "-o", LONG),
+    ],
+    ids=lambda words: " ".join(words)[:40],
+)
+def test_names_that_no_file_can_have_are_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.png")
+    monkeypatch.chdir(tmp_path)
+    result = run(*words)
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.splitlines()) == 1
+    assert "internal error" not in result.stderr
+    assert sorted(os.listdir(tmp_path)) == ["photo.png"]
+
+
+def test_a_deleted_working_directory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    result = run("bundle", "info", "x")
+    assert result.exit_code == 2
+    assert "working directory, which was deleted" in result.stderr
+
+
+def test_no_home_folder_is_told_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(path: str) -> str:
+        return path
+
+    from hoverlens.runtime.paths import cache_dir
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOVERLENS_CACHE", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", homeless)
+    with pytest.raises(HoverlensError, match="set HOVERLENS_CACHE"):
+        cache_dir()
+    monkeypatch.setenv("HOVERLENS_CACHE", "~no-such-user/x")
+    with pytest.raises(BadInput, match="HOVERLENS_CACHE cannot be used"):
+        cache_dir()
