@@ -15,6 +15,8 @@ from typing import Any
 from ..errors import BadInput
 from .base import Part, Text
 
+MAX_TEMPLATE_CHARS = 200_000
+
 # Line ends stand inside expressions: a dash in a tag strips those that stand in the text.
 CHATML = (
     "{%- for message in messages -%}"
@@ -51,6 +53,11 @@ class ChatFormat:
             BadInput: The template does not render, or drops or repeats a message's content.
         """
         source = template or CHATML
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise BadInput(
+                f"the model's chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are read, so "
+                "export the model with its original template"
+            )
         tag = secrets.token_hex(8)
         system, user = f"SYSTEM{tag}", f"USER{tag}"
         reasons: list[str] = []
@@ -94,27 +101,31 @@ class _TemplateError(Exception):
 
 def _render(source: str, messages: list[dict[str, Any]], bos: str, eos: str) -> str:
     import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from .sandbox import TooMuch, template_environment
 
     def refuse(message: object) -> None:
         raise _TemplateError(_one_line(message))
 
-    # A template comes out of a model file: it may be hostile, so it renders in a sandbox.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment, joined = template_environment()
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda _format: ""
     try:
         template = environment.from_string(source)
-        return template.render(
-            messages=messages,
-            add_generation_prompt=True,
-            bos_token=bos,
-            eos_token=eos,
-            tools=None,
-            enable_thinking=False,
+        return joined(
+            template.generate(
+                messages=messages,
+                add_generation_prompt=True,
+                bos_token=bos,
+                eos_token=eos,
+                tools=None,
+                enable_thinking=False,
+            )
         )
     except _TemplateError:
         raise
+    except TooMuch as e:
+        raise _TemplateError(f"it does not end, or not soon ({e})") from None
     except jinja2.TemplateError as e:
         raise _TemplateError(f"it does not render ({_one_line(e)})") from None
     except Exception as e:  # whatever its expressions come to

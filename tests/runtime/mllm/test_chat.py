@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+import time
 from typing import Any
 
 import pytest
@@ -228,3 +229,57 @@ def test_an_attack_as_an_option_is_scored_as_plain_text(backend: LlamaCppBackend
     for scoring in ("mean", "tree"):
         choice = backend.choose([ChooseRequest(opened, (text, "no"), (Text("?"),), scoring=scoring)])[0]
         assert choice.probabilities.sum() == pytest.approx(1.0)
+
+
+BOMBS = {
+    "nested": "{% for i in range(9999) %}{% for j in range(9999) %}x{% endfor %}{% endfor %}",
+    "silent": "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+    "range": "{% for i in range(100000) %}x{% endfor %}",
+    "list": "{% set a = [0] * 9999 %}{% for i in a %}{% for j in a %}{% endfor %}{% endfor %}",
+    "generator": "{% for i in a|map('upper') %}{% endfor %}{% for i in range(9999)|map('abs') %}"
+    "{% for j in range(9999)|map('abs') %}{% endfor %}{% endfor %}",
+    "macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "recursion": "{% for i in [9] recursive %}{{ loop([9, 9]) }}{% endfor %}",
+    "repeat": "{{ 'x' * 1000000000 }}",
+    "power": "{{ 9 ** 9 ** 9 }}",
+    "product": "{% set ns = namespace(a=9) %}{% for i in range(40) %}{% set ns.a = ns.a * ns.a %}{% endfor %}",
+    "percent": "{{ '%999999999d' % 1 }}",
+    "percent star": "{{ '%*d' % (999999999, 1) }}",
+    "format": "{{ '{:999999999}'.format(1) }}",
+    "format nested": "{{ '{:{}}'.format(1, 999999999) }}",
+    "format filter": "{{ '%999999999d'|format(1) }}",
+    "centre": "{{ 'x'|center(1000000000) }}",
+    "ljust": "{{ 'x'.ljust(1000000000) }}",
+    "lipsum": "{{ lipsum(n=100000) }}",
+    "concat": "{% set ns = namespace(a='xxxxxxxx') %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+    "plus": "{% set ns = namespace(a='xxxxxxxx') %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "replace": "{% set ns = namespace(a='xxxxxxxx') %}"
+    "{% for i in range(60) %}{% set ns.a = ns.a.replace('x', ns.a) %}{% endfor %}",
+    "replace filter": "{% set ns = namespace(a='xxxxxxxx') %}"
+    "{% for i in range(60) %}{% set ns.a = ns.a|replace('x', ns.a) %}{% endfor %}",
+    "join": "{% set s = 'x' * 900000 %}{{ ([s] * 9999)|join(s) }}",
+    "indent": "{{ [[1]]|tojson(indent=1000000000) }}",
+    "long": "x" * 200_001,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_that_would_not_end_is_refused_soon(name: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(BadInput, match="chat template") as error:
+        ChatFormat.from_template(BOMBS[name] + CHATML)
+    assert time.perf_counter() - start < 3
+    assert "\n" not in str(error.value)
+
+
+def test_what_real_templates_use_goes_on_working() -> None:
+    template = (
+        "{%- set ns = namespace(last=messages|length - 1, found=false) %}"
+        "{%- macro body(content) %}{{ content|trim }}{% endmacro %}"
+        "{%- for m in messages[::-1] %}{% set ns.last = loop.revindex0 %}{% endfor %}"
+        "{%- for m in messages %}{%- if loop.first and m.role == 'system' %}{{ '<s>' + body(m.content) + '</s>' }}"
+        "{%- elif loop.last %}{{ '<u>' ~ body(m.content) ~ '</u>' }}{% endif %}{% endfor %}"
+        "{{ [{'a': 1}]|tojson(indent=4)|length }}{{ 'a,b'.split(',')|join('-') }}{{ 'x'.replace('x', 'y') }}"
+        "{%- for i in range(3) %}{{ loop.length }}{% endfor %}"
+    )
+    assert joined(ChatFormat.from_template(template)).startswith("<s>SYS</s><u>USERROLE</u>")
