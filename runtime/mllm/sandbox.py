@@ -76,6 +76,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         self._step()
+        self._check_format(obj)  # where Jinja, before 3.1.5, gives the method itself
         if getattr(obj, "__name__", None) in _LEFT_OUT_METHODS and hasattr(obj, "__self__"):
             raise TooMuch(f"it calls {obj.__name__}")
         if getattr(obj, "__name__", None) in ("replace", "join"):
@@ -97,14 +98,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self._sized(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Any:
-        text = getattr(value, "__self__", None)
-        if (
-            getattr(value, "__name__", None) in ("format", "format_map")
-            and isinstance(text, str)
-            and _WIDE.search(text)
-        ):
-            raise TooMuch("a wide format")
+        self._check_format(value)
         return super().wrap_str_format(value)
+
+    def _check_format(self, method: Any) -> None:
+        text = getattr(method, "__self__", None)
+        named = getattr(method, "__name__", None) in ("format", "format_map")
+        if named and isinstance(text, str) and _WIDE.search(text):
+            raise TooMuch("a wide format")
 
     def _replace(self, text: Any, old: str, new: str, count: int = -1) -> Any:
         method = str(text).replace
