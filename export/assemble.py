@@ -21,7 +21,7 @@ from ..runtime.errors import BadInput, HoverlensError
 from ..runtime.files import atomic_write_text
 from ..runtime.gguf import Array, GGUFHeader
 from ..runtime.locks import path_lock
-from ..runtime.manifest import FORMAT, MANIFEST, ROLES, Accuracy, FileEntry, Manifest
+from ..runtime.manifest import FORMAT, MANIFEST, ROLES, Accuracy, FileEntry, Manifest, check_words
 from ..runtime.mllm.files import check_pair, check_text_model
 from ..runtime.mllm.trial import try_load
 from ..runtime.paths import full_path
@@ -108,6 +108,8 @@ def assemble(
         "calibration": calibration,
     }
     files = {role: full_path(path) for role, path in given.items() if path is not None}
+    name = name or full_path(out).name or "bundle"
+    check_words(name, prompt_template)
     _check_roles(files, labels, licences, sources)
     headers = _check_gguf(files)
     facts: dict[str, dict[str, Any]] = {role: gguf_facts(header) for role, header in headers.items()}
@@ -151,7 +153,7 @@ def assemble(
             _copy(Path(text), folder / "licences" / Path(text).name, lambda _: None)
         manifest = Manifest(
             format=FORMAT,
-            name=name or Path(out).absolute().name or "bundle",
+            name=name,
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             note=note,
             files=entries,

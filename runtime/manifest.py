@@ -8,7 +8,9 @@ import os
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, field_validator
+
+from .errors import BadInput
 
 #: Format that this version writes and reads. It changes only when an old reader would go wrong.
 FORMAT: Final = 1
@@ -20,6 +22,8 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Line = Annotated[
     str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]+$")
 ]
+Name = Annotated[Line, StringConstraints(min_length=1, max_length=200)]
+PromptVersion = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Role = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 
 #: What each file is for.
@@ -95,6 +99,26 @@ class Accuracy(_Lenient):
     needed: float
 
 
+def check_words(name: str, prompt_template: str | None) -> None:
+    """Checks what a caller chooses, before any work is spent on the rest.
+
+    Raises:
+        BadInput: A manifest cannot hold one of them.
+    """
+    try:
+        TypeAdapter(Name).validate_python(name)
+    except ValidationError:
+        raise BadInput(
+            f"a bundle cannot be called {name[:200]!r}; give a name of 1 to 200 characters, none of them control "
+            "characters"
+        ) from None
+    try:
+        if prompt_template is not None:
+            TypeAdapter(PromptVersion).validate_python(prompt_template)
+    except ValidationError:
+        raise BadInput(f"the prompt version is {prompt_template!r}; give a plain word such as v1") from None
+
+
 class Manifest(_Lenient):
     """The whole document.
 
@@ -113,12 +137,12 @@ class Manifest(_Lenient):
     """
 
     format: Literal[1] = 1
-    name: Annotated[Line, StringConstraints(min_length=1, max_length=200)]
+    name: Name
     created: str | None = None
     note: str = ""
     files: dict[Role, FileEntry] = Field(min_length=1)
     tools: dict[str, str] = {}
-    prompt_template: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    prompt_template: PromptVersion | None = None
     image_min_tokens: int | None = Field(default=None, ge=1)
     image_max_tokens: int | None = Field(default=None, ge=1)
     accuracy: Accuracy | None = None

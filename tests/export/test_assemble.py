@@ -357,3 +357,12 @@ def test_an_onnx_files_own_licence_is_kept(tmp_path: Path) -> None:
     entry = assemble(tmp_path / "bundle", depth=source).entry("depth")
     assert entry is not None
     assert entry.licence == "AGPL-3.0 (see its page)"
+
+
+@pytest.mark.parametrize(
+    "words", [{"name": "a\u202eb"}, {"name": "a\x9b"}, {"name": "x" * 201}, {"prompt_template": "a\0b"}]
+)
+def test_words_that_no_manifest_can_hold_are_refused_before_the_work(tmp_path: Path, words: dict[str, str]) -> None:
+    with pytest.raises(BadInput, match=r"cannot be called|prompt version"):
+        assemble(tmp_path / "b", mllm=tmp_path / "missing.gguf", **words)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
