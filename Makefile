@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 
-.PHONY: help venv bundle demo test lint types bench dist clean
+.PHONY: help venv bundle demo test mutation lint types bench dist clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -34,6 +34,9 @@ demo: venv ## look at aerial photos with compiled models and answer a question
 
 test: venv lint ## lint, then the tests (PYTEST_ARGS="-k nms" narrows them)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+mutation: venv ## change the search one place at a time; fails on changes that no test notices (half an hour or more)
+	@$(BIN)/python .ci/mutation.py
 
 lint: packages types ## ruff and mypy
 	@$(BIN)/ruff check .
