@@ -237,8 +237,9 @@ def interruptible(work: Callable[[CancelToken], T]) -> T:
             errors.append(e)
         done.set()
 
-    threading.Thread(target=run, name="hoverlens-work", daemon=True).start()
     try:
+        # Started in here: the work may go on for a while before this thread runs again, and be interrupted then.
+        threading.Thread(target=run, name="hoverlens-work", daemon=True).start()
         done.wait()
     except (KeyboardInterrupt, SystemExit) as stop:
         token.cancel()
