@@ -49,13 +49,17 @@ def search(
     """
     width = min(settings.width, len(active))
     valid: list[Branch] = []
+    opened = 0
     frontier = [root] if width else []
     while frontier:
-        expanded = _within_budget(session, settings, frontier, width, valid)
+        expanded = _within_budget(settings, frontier, width, opened)
+        if len(expanded) < len(frontier):
+            valid += _ended(session, settings, [b for b in frontier if b not in expanded])
         if not expanded:
             break
         parents = [(branch, k) for branch in expanded for k in range(width)]
         children = grow(session, settings, perception, active, parents)
+        opened += len(children)
         session.nodes += len(children)
         following: list[Branch] = []
         for (parent, _), child in zip(parents, children, strict=True):
@@ -68,36 +72,36 @@ def search(
             else:
                 session.pruned += fate == "pruned"
                 session.drop(child.history)
-        for branch in frontier:
-            if branch not in valid:
-                session.drop(branch.history)
+        for branch in expanded:
+            session.drop(branch.history)
         frontier = following
     return sorted(valid, key=lambda b: b.path)
 
 
-def _within_budget(
-    session: Session, settings: Settings, frontier: list[Branch], width: int, valid: list[Branch]
-) -> list[Branch]:
-    """The open nodes that may still be expanded: with a limit on nodes, those with the best means.
-
-    A node that may not ends its path where its answer is valid; without one it is dropped.
-    """
+def _within_budget(settings: Settings, frontier: list[Branch], width: int, opened: int) -> list[Branch]:
+    """The open nodes that may still be expanded: with a limit on nodes, those with the best means."""
     if settings.max_nodes is None:
         return frontier
-    opened = max(0, session.nodes - 1)  # the root is no node that the search opened
-    room = max(0, settings.max_nodes - opened) // width
-    if len(frontier) <= room:
-        return frontier
+    room = (settings.max_nodes - opened) // width
     ranked = sorted(frontier, key=lambda b: (-b.mean_score, b.path))
-    for branch in ranked[room:]:
-        fate = "budget" if branch.belief.answer is not None and branch.path else "discarded"
-        session.trace.emit("fate", node=dotted(branch.path), fate=fate, tau=None)
-        if fate == "budget":
+    return sorted(ranked[: max(0, room)], key=lambda b: b.path)
+
+
+def _ended(session: Session, settings: Settings, branches: Sequence[Branch]) -> list[Branch]:
+    """What becomes of open nodes for which there is no room: a valid answer ends its path, the others are dropped."""
+    warning = f"the search was limited to {settings.max_nodes} nodes (max_nodes); paths that were open ended there"
+    if warning not in session.warnings:
+        session.warnings.append(warning)
+    valid = []
+    for branch in branches:
+        # The root's answer is the base answer: that is the fallback, not a path.
+        ends = branch.belief.answer is not None and branch.depth > 0
+        session.trace.emit("fate", node=dotted(branch.path), fate="budget" if ends else "discarded", tau=None)
+        if ends:
             valid.append(branch)
         else:
             session.drop(branch.history)
-    session.warnings.append(f"the search stopped at {opened} nodes (max_nodes {settings.max_nodes})")
-    return sorted(ranked[:room], key=lambda b: b.path)
+    return valid
 
 
 def _fate(settings: Settings, child: Branch, parent: Branch, tau: float) -> str:

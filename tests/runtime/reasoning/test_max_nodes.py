@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from .world import NAMES, Node, fake_tools, play, scripted
+from hoverlens.runtime.profiles import PROFILES
 
+from .world import NAMES, WHERE, Node, fake_tools, play, scripted
+
+BOX, NO_AREA = "<0.100><0.100><0.200><0.200>", "<0.100><0.100><0.100><0.200>"
 THREE_TOOLS = fake_tools(NAMES[:3])
 
 
@@ -34,7 +37,41 @@ def test_no_more_nodes_are_opened_than_allowed_and_the_best_go_on() -> None:
     assert (fates["2.1"], fates["2.2"]) == ("budget", "budget")
     assert played.text == "one"
     assert played.answer is not None
-    assert any("6 nodes" in w for w in played.answer.warnings)
+    # Two levels were cut, and that is said once.
+    assert ["limited to 6 nodes" in w for w in played.answer.warnings] == [True]
+
+
+def test_an_open_node_without_a_valid_answer_is_dropped() -> None:
+    # Room for 3 nodes is one level of three; at the next only a node with a box ends its path. 1 would win by score.
+    tree = {"1": Node(9, "no box"), "2": Node(5, BOX), "3": Node(4, BOX)}
+    played = play(scripted(tree, base=NO_AREA), WHERE, tools=THREE_TOOLS, max_nodes=5, la="each_path")
+    assert played.fates() == {"1": "discarded", "2": "budget", "3": "budget"}
+    assert played.one("winner")["node"] == "2"
+    assert set(played.prompts("LA")) == {"2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "opened"), [(2, 0), (3, 3), (5, 3), (6, 6), (8, 6), (9, 9), (12, 12), (23, 21), (39, 39)]
+)
+def test_whole_families_are_opened_up_to_the_limit(limit: int, opened: int) -> None:
+    # A full tree of width 3 and depth 3 has 3 + 9 + 27 = 39 nodes. Within 21 of 23: 3, then 9, then 9 of 27.
+    played = play(scripted(lambda path: Node(5)), tools=THREE_TOOLS, max_nodes=limit, depth=3, la="never")
+    assert len(played.all("node")) == opened
+    assert played.answer is not None
+    assert bool(played.answer.warnings) == (limit < 39)
+
+
+def test_of_equal_nodes_the_first_of_the_recursion_goes_on() -> None:
+    tree = {"1": Node(5), "2": Node(5), "3": Node(5)}
+    played = play(scripted(tree), tools=THREE_TOOLS, max_nodes=6, depth=2, la="never")
+    assert [n for n in played.fates() if "." in n] == ["1.1", "1.2", "1.3"]
+
+
+def test_every_run_of_a_vote_has_the_limit_for_itself() -> None:
+    played = play(scripted({}), tools=THREE_TOOLS, max_nodes=3, depth=2, votes=2, la="never")
+    assert [e["node"] for e in played.all("node")] == ["1", "2", "3"] * 2
+    assert played.answer is not None
+    assert len(played.answer.warnings) == 1
 
 
 def test_a_limit_that_is_not_reached_changes_nothing() -> None:
@@ -55,6 +92,4 @@ def test_no_room_for_even_one_level_gives_the_first_look() -> None:
 
 @pytest.mark.parametrize(("profile", "limit"), [("onboard", 24), ("faithful", None)])
 def test_only_the_onboard_profile_has_a_limit(profile: str, limit: int | None) -> None:
-    from hoverlens.runtime.profiles import PROFILES
-
     assert PROFILES[profile].reasoner.max_nodes == limit
