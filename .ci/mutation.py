@@ -1,12 +1,14 @@
 """Changes the search's code in one place at a time, and lists the changes that no test notices.
 
-It works on a copy in ``build/mutation``, with cosmic-ray (installed there, in an environment of its own). A change that
-nobody can notice is judged in ``mutants-judged.txt``, with the reason; any other survivor makes the exit status 1.
+It works on a copy in ``build/mutation``, with cosmic-ray (installed there, in an environment of its own). A run that
+was interrupted goes on where it was, unless the reasoner or its tests have changed since. A change that nobody can
+notice is judged in ``mutants-judged.txt``, with the reason; any other survivor makes the exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import shutil
 import sqlite3
 import subprocess
@@ -23,9 +25,10 @@ COSMIC_RAY = "cosmic-ray>=8.4,<9"
 
 REASONING = "runtime/reasoning"
 FILES = [f"{REASONING}/{name}.py" for name in ("daas", "state", "value", "cair", "uavmas")]
+REASONING_TESTS = f"tests/{REASONING}"
 TESTS = [
-    f"tests/{REASONING}/test_{name}.py"
-    for name in ("state", "daas", "cair", "modes", "search_order", "what_agents_see", "bad_models")
+    f"{REASONING_TESTS}/test_{name}.py"
+    for name in ("state", "daas", "cair", "modes", "max_nodes", "search_order", "what_agents_see", "bad_models")
 ]
 CONFIG = """[cosmic-ray]
 module-path = [{modules}]
@@ -53,7 +56,7 @@ def tool() -> Path:
 
 
 def copy(folder: Path) -> Path:
-    """A copy of the package to be changed: tracked files and what was compiled."""
+    """A fresh copy of the package to be changed: tracked files and what was compiled."""
     shutil.rmtree(folder, ignore_errors=True)
     target = folder / "hoverlens"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, check=True, capture_output=True).stdout
@@ -65,9 +68,26 @@ def copy(folder: Path) -> Path:
     return target
 
 
+def state(files: list[str]) -> str:
+    """A digest of what a run is about: its files, the rest of the reasoner, and the tests."""
+    h = hashlib.sha256("\n".join([CONFIG, *files]).encode())
+    sources = [*(REPO / REASONING).glob("*.py"), *(REPO / REASONING_TESTS).glob("*.py"), *(REPO / f for f in files)]
+    for path in sorted(sources):
+        h.update(path.read_bytes())
+    return h.hexdigest()
+
+
 def mutate(programs: Path, number: int, files: list[str]) -> Path:
     """Tries every change of these files, one after the other; the session's file."""
-    folder = copy(WORK / str(number))
+    folder = WORK / str(number) / "hoverlens"
+    stamp, now = folder / "mutation.state", state(files)
+    going_on = stamp.exists() and stamp.read_text() == now
+    if going_on:
+        # Where it was interrupted, a file may be as it was changed.
+        for name in files:
+            shutil.copy2(REPO / name, folder / name)
+    else:
+        copy(WORK / str(number))
     modules = ", ".join(f'"{f}"' for f in files)
     config = CONFIG.format(modules=modules, python=sys.executable, tests=" ".join(TESTS))
     (folder / "mutation.toml").write_text(config)
@@ -78,9 +98,11 @@ def mutate(programs: Path, number: int, files: list[str]) -> Path:
     def run(program: str, *arguments: str) -> None:
         subprocess.run([programs / program, *arguments], cwd=folder, env=environment, check=True)
 
-    run("cosmic-ray", "init", "mutation.toml", "session.sqlite")
-    run("cr-filter-operators", "session.sqlite", "mutation.toml")
-    run("cosmic-ray", "baseline", "mutation.toml")
+    if not going_on:
+        run("cosmic-ray", "init", "mutation.toml", "session.sqlite")
+        run("cr-filter-operators", "session.sqlite", "mutation.toml")
+        run("cosmic-ray", "baseline", "mutation.toml")
+        stamp.write_text(now)
     run("cosmic-ray", "exec", "mutation.toml", "session.sqlite")
     return folder / "session.sqlite"
 
